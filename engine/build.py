@@ -78,8 +78,8 @@ def read_served(
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
 ) -> ReplicaModel:
-    """Read the configuration of the model in `folder`, and combine it with the serving options. Together,
-    they determine the kernels to compile.
+    """Read the configuration of the model in `folder` and combine it with the serving options. Together, they
+    determine the kernels to compile.
 
     `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices that are not
     already quantised in the checkpoint are quantised to FP8. Raises CheckpointError if the files cannot be

@@ -98,7 +98,7 @@ def min_times(config: ModelConfig, device: str, weights: WeightsDType, ranks: in
     rates = ceilings(device)
     if rates is None:
         return MinTimes()
-    matrices = layer_parameters(config)  # a decode step with one token reads all of them
+    matrices = layer_parameters(config)  # the parameters that a one-token decode step reads
     weight_bytes = element_bytes(weights)
     head_bytes = 2 * config.vocab_size * config.hidden_size
     return MinTimes(

@@ -52,7 +52,7 @@ class ChildLog:
         asyncio.get_running_loop().add_reader(self._reader, self._readable)
 
     def finish(self) -> None:
-        """Read the remaining records after the child has exited, and close the pipe."""
+        """Read the remaining records after the child has exited, then close the pipe."""
         while self._open and self._read() > 0:
             pass
         self.close()

@@ -24,10 +24,10 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 FP8_BLOCK = 128
-"""Number of rows, and of columns, in a block of an FP8 matrix with one scale per block."""
+"""Side length, in elements, of the square blocks in an FP8 matrix with one scale per block."""
 
 DENSE, EXPERTS = "dense", "experts"
-"""Layer kinds: a dense layer has an MLP, an experts layer has a mixture of experts."""
+"""Layer kinds: a dense layer has an MLP, and an experts layer has a mixture of experts."""
 
 
 def fp8_block(part: int) -> int:
@@ -68,9 +68,9 @@ class RopeConfig:
     """Rotary position embedding, and its scaling beyond the trained length.
 
     In transformers, the base of `dynamic` (NTK-aware) scaling grows with the longest sequence seen, so
-    answers depend on earlier requests. This engine instead derives a single base from `max_model_len`. Up to
-    `max_position_embeddings`, the base is unscaled, as in transformers. Above that, all positions use the
-    base that transformers uses for a sequence of exactly `max_model_len` tokens.
+    answers depend on earlier requests. This engine instead derives a single base from `max_model_len`. If
+    `max_model_len` is at most `max_position_embeddings`, the base is unscaled, as in transformers. Otherwise,
+    all positions use the base that transformers uses for a sequence of exactly `max_model_len` tokens.
     """
 
     theta: float
@@ -156,8 +156,8 @@ class Shard:
     first_kv_head: int
     intermediate: int
     vocab: int
-    """Number of rows of the embedding, and of the output matrix, on this rank. Includes padding, and is the
-    same on all ranks."""
+    """Number of this rank's rows in the embedding, and also in the output matrix. Includes padding. All ranks
+    have the same number."""
     vocab_real: int
     """Number of these rows that are not padding. Less than `vocab` only on the last ranks."""
     first_vocab: int

@@ -28,7 +28,7 @@ class LaunchedStep(Protocol):
     """Time, in microseconds, that the device was idle before this step for any reason. Set by `wait`."""
 
     def wait(self) -> StepTokens:
-        """Block until the step has finished, and return its tokens. If the step failed, raises its
+        """Block until the step has finished, then return its tokens. If the step failed, raises its
         exception."""
         ...
 
@@ -59,7 +59,7 @@ class StepTiming:
 
     plan: StepPlan
     ms: float
-    """Duration in milliseconds, measured from the start of its launch or the end of the previous step,
+    """Duration in milliseconds, measured from the start of the step's launch or the end of the previous step,
     whichever is later."""
     idle_us: float
     """Time, in microseconds, that the device was idle before the step while sequences were waiting. It is
@@ -178,7 +178,7 @@ class EngineCore:
             self.plans.flush(plan.step)
 
     def _send(self, plan: StepPlan) -> float:
-        """Send a plan to the other ranks, and return the time taken in microseconds."""
+        """Send a plan to the other ranks and return the time taken in microseconds."""
         if self.plans is None:
             return 0.0
         began = time.perf_counter()

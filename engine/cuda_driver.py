@@ -113,7 +113,7 @@ class CudaDriver:
         """All sizes and addresses must be multiples of this many bytes."""
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve an address range without physical memory, and return its first address."""
+        """Reserve an address range without physical memory and return its first address."""
         address = c_uint64()
         self._call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
         return address.value

@@ -134,7 +134,7 @@ class SlotTables:
     # ── the input of a step ──────────────────────────────────────────────────────────────────────
 
     def step_batch(self, plan: StepPlan) -> StepBatch:
-        """Return the step's input, and advance the host's copy of the lengths. Call `apply(plan)` first."""
+        """Return the step's input and advance the host's copy of the lengths. Call `apply(plan)` first."""
         decodes = len(plan.decodes)
         self._lengths_host[plan.decodes] += 1
         for chunk in plan.chunks:
@@ -160,14 +160,14 @@ class SlotTables:
         return self._with_results(forward, plan, following)
 
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
-        """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
+        """Return the sampling input for a decode-only plan whose forward pass was replayed from a CUDA graph.
         `slots` and the sampled tokens' `positions` are device tensors.
         """
         self._lengths_host[plan.decodes] += 1
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
 
     def prompt_batch(self, plan: StepPlan) -> SamplingBatch:
-        """Return the sampling input of a plan without decodes, in which every prefill chunk completes its
+        """Return the sampling input for a plan without decodes, in which every prefill chunk completes its
         prompt."""
         slots, positions, logit_rows = [], [], []
         for index, chunk in enumerate(plan.chunks):

@@ -1,4 +1,4 @@
-"""Captures decode steps as CUDA graphs for several batch sizes, and replays them.
+"""Captures decode steps as CUDA graphs for several batch sizes and replays them.
 
 Each batch size has one graph for the forward pass, including the logits, and one graph per sampling variant.
 The sampling graphs also store the sampled tokens in place as the next input. A replay reads all of its input

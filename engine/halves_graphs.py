@@ -1,4 +1,4 @@
-"""Replays long passes from CUDA graphs, in two halves. On several GPUs, the host takes longer to launch a
+"""Runs long passes in two halves by replaying CUDA graphs. On several GPUs, the host takes longer to launch a
 pass of several thousand tokens kernel by kernel than the devices take to compute it. Everything except
 attention and the sums over the ranks is captured, separately for each layer and half, so the graphs can be
 replayed for any mix of prompts and decodes. As in `engine.model.halves`, one half's results are summed over
@@ -25,7 +25,7 @@ from kernels import KvPool, Residual
 
 @dataclass(frozen=True, slots=True)
 class _LayerGraphs:
-    """The CUDA graphs of one layer, for one half of a pass."""
+    """The CUDA graphs for one layer in one half of a pass."""
 
     qkv: torch.cuda.CUDAGraph
     o: torch.cuda.CUDAGraph
@@ -43,14 +43,14 @@ class HalvesGraphs:
         self._overlap = overlap
         self._sizes = sizes
         self._graphs: dict[int, list[list[_LayerGraphs]]] = {}
-        """The graphs for each half and layer, keyed by number of tokens."""
+        """For each captured number of tokens, the graphs for each half and layer."""
         shard, rows = decoder.shard, overlap_split(max(sizes))
         width = decoder.config.head_dim
         made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
         self._qkv = torch.empty((HALVES, rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
         # Zero-filled, because padding rows are read before anything is written to them.
         self._attended = torch.zeros((HALVES, rows, shard.heads * width), **made)
-        # Expert choices are not counted for padding rows, and all rows are padding until `run`.
+        # Expert choices are not counted for padding rows, and all rows are padding until `run` is called.
         self._live = torch.full((HALVES, rows), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:

@@ -31,7 +31,7 @@ includes the time to abort GPU kernels that are waiting for the lost rank. A ran
 killed."""
 _STOP_CHECK_S = 1.0
 """Interval, in seconds, between checks for stopped ranks (SIGSTOP). A rank that is stopped in two consecutive
-checks is killed, because the other ranks wait for it."""
+checks is killed, because the other ranks are waiting for it."""
 
 RANK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -103,7 +103,7 @@ def spawn_rank(
 
 
 def new_rendezvous() -> str:
-    """Create a folder for a rendezvous file, and return the file's path. The ranks create the file and use it
+    """Create a folder for a rendezvous file and return the file's path. The ranks create the file and use it
     to find each other."""
     return os.path.join(tempfile.mkdtemp(prefix="appliance-ranks-"), "store")
 
@@ -194,8 +194,8 @@ class ReplicaGroup:
         self._ranks[0].channel.send(Sleep() if asleep else Wake())
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Send `Stop` to all ranks, and return once they have been reaped. Ranks still running after
-        `grace_s` seconds are killed."""
+        """Send `Stop` to all ranks and return once they have been reaped. Ranks still running after `grace_s`
+        seconds are killed."""
         self._reason = self._reason or "stopped"
         for rank in self._ranks:
             rank.channel.send(Stop())

@@ -31,7 +31,7 @@ class StepResults:
     """For each chunk that does not sample: its slot, and whether its last token's hidden state is finite.
     Checking the last token suffices, because its hidden state depends on all earlier tokens."""
     experts: ExpertChoices | None = None
-    """The expert choices counted up to this step, or None if the step does not return them."""
+    """The expert choices counted up to and including this step, or None if the step does not return them."""
 
 
 LOSS_CHECK_S = 0.1

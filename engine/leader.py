@@ -40,7 +40,7 @@ as saturated if its cache statistics are older than 200 ms."""
 
 
 class LeaderLoop:
-    """Runs rank 0's step loop, and exchanges messages with the core and the front processes."""
+    """Runs rank 0's step loop and exchanges messages with the core and the front processes."""
 
     def __init__(
         self,

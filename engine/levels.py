@@ -17,7 +17,7 @@ URGENCIES = 9
 LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
 """Number of scheduling levels: `Submit.level` is 0 to 19."""
 FITS_STEP = 2
-"""Lowest urgency of a request with prompts that together fit into one step."""
+"""Lowest urgency of a request whose prompts together fit into one step."""
 
 
 def urgency_of(prompt_tokens: int, max_num_batched_tokens: int) -> int:

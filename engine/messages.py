@@ -211,7 +211,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Sent by a front process to a replica to generate `n` samples for one prompt."""
 
     handle: int
-    """Submission id, chosen by the front process. Unique on its channel, and never reused."""
+    """Submission id, chosen by the front process. Unique on its channel and never reused."""
     request_id: str
     index: int = 0
     """The prompt's index within its request."""

@@ -79,7 +79,7 @@ class OtherRanks:
         return f"{self._reason} ({error})" if self._reason else str(error)
 
     def stop(self) -> None:
-        """Send `Stop` to the ranks, and return once they have been reaped. Ranks that do not exit in time are
+        """Send `Stop` to the ranks and return once they have been reaped. Ranks that do not exit in time are
         killed."""
         self._stopping.set()
         for channel in self._channels.values():

@@ -40,8 +40,8 @@ class Overlap(Protocol):
         overwritten. If `part` is not already in the buffer returned by `part()`, it is copied there first."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of a half's latest `start`, and return it. It stays valid until `start` has
-        been called twice more for this half."""
+        """Wait for the result of a half's latest `start` and return it. It stays valid until `start` has been
+        called twice more for this half."""
 
 
 class Ranks(Protocol):
@@ -79,12 +79,12 @@ class Ranks(Protocol):
         """
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """If overlapping sums with computation improves performance, reserve memory to do so in passes of up
-        to `tokens` tokens."""
+        """Reserve memory so that sums can overlap with computation in passes of up to `tokens` tokens. Does
+        nothing if this would not improve performance."""
 
     def overlap(self, tokens: int) -> Overlap | None:
-        """Return the `Overlap` for a pass of `tokens` tokens, or None if overlapping would not improve
-        performance."""
+        """Return the `Overlap` for a pass of `tokens` tokens, or None if overlapping sums with computation
+        would not improve performance."""
 
     def abandon(self, reason: str) -> None:
         """Abort all current and future waits for peers, because a peer was lost. May be called from any
@@ -256,7 +256,7 @@ def join(
     timeout_seconds: float = 60.0,
     overlap_from: int | None = None,
 ) -> Ranks:
-    """Join a replica's process group, and return its ranks. With `size` 1, this is `single()`.
+    """Join a replica's process group and return its ranks. With `size` 1, this is `single()`.
 
     `rendezvous_path` is a file on a local file system through which the ranks find each other. All ranks use
     the same path, and the file must not exist yet. `backend` is "gloo" for CPUs or "nccl" for CUDA. gloo uses

@@ -33,12 +33,12 @@ _LIMITS = {
 """The limits, keyed by the number of ranks.
 
 `two_shot_bytes` was measured for two ranks on 2 × H200. For four ranks, `two_shot_bytes` and `quantised_rows`
-were measured on 4 × H200 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second
-exchange of a two-shot all-reduce costs 2.5 µs, but with n ranks, two shots save (n - 1)(1 - 2 / n) × size /
-bandwidth over NVLink at 373 GB/s. `quantised_rows` has not been measured for two or eight ranks.
-`group_bytes` is the same for any number of ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes
-365 µs if it is sent in pieces, and 324 µs with NCCL. With half as many rows, the times are 182 µs and 171 µs,
-but the host needs an additional 0.1 ms to launch NCCL.
+were measured on 4 × H200 (docs/parallel.md). For eight ranks, `two_shot_bytes` is an estimate: with n ranks,
+a two-shot all-reduce moves (n - 1)(1 - 2 / n) × size fewer bytes through each GPU's NVLink (373 GB/s), but
+its second exchange takes 2.5 µs. `quantised_rows` has not been measured for two or eight ranks. `group_bytes`
+is the same for any number of ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes 365 µs if it
+is sent in pieces, and 324 µs with NCCL. With half as many rows, the times are 182 µs and 171 µs, but the host
+needs an additional 0.1 ms to launch NCCL.
 """
 
 

@@ -1,7 +1,7 @@
 """Sums long messages over the ranks while a forward pass runs, using the GPUs' copy engines.
 
 Each rank sums a share of the rows. First, every rank copies its summands to the ranks that sum them. Each
-rank then adds up its rows, and copies the sums to all other ranks. The copies do not occupy the
+rank then adds up its rows and copies the sums to all other ranks. The copies do not occupy the
 multiprocessors, which run the pass. Sums are computed in rank order in float32, so they are bitwise equal on
 all ranks.
 """

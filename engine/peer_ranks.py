@@ -33,9 +33,9 @@ class Memory(Protocol):
 
 class PeerRanks(Collectives):
     """A rank that exchanges messages through peer memory if they fit, otherwise through `group`. `pdl` says
-    whether the GPU supports programmatic dependent launch; None detects it. In passes of at least
-    `overlap_from` tokens, sums overlap with computation; None disables this. `limits` determines which
-    all-reduce a message uses; None selects the limits for this number of ranks.
+    whether the GPU supports programmatic dependent launch; if it is None, the constructor detects this. In
+    passes of at least `overlap_from` tokens, sums overlap with computation; None disables the overlap.
+    `limits` determines which all-reduce a message uses; None selects the limits for this number of ranks.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching the channels, and wait for the thread to end."""
+        """Stop watching the channels and wait for the thread to end."""
         os.close(self._end)
         self._thread.join()
 

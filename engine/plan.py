@@ -56,9 +56,9 @@ class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
     device tables.
 
     A step applies `setups`, `blocks`, `shares`, `clears` and `copies`, in this order. Then it runs the
-    forward pass over `decodes` and `chunks`. It samples for the slots in `decodes`, followed by the
-    `sample_slots` of each chunk. The input of a decode is the slot's last sampled token, at the slot's next
-    position. Both values are stored in the device tables, and the step updates them.
+    forward pass over `decodes` and `chunks`. Finally, it samples a token for each slot in `decodes`, and then
+    for each chunk's `sample_slots`. The input of a decode is the slot's last sampled token, at the slot's
+    next position. Both values are stored in the device tables, and the step updates them.
     """
 
     step: int
@@ -108,8 +108,8 @@ class StepTokens(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob | None] | None
     """Log probabilities of the sampled tokens, or None if no slot requested them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    """For each slot, the log probability of the prompt token that follows each token in the slot's
-    chunk."""
+    """For each slot, one entry per token in the slot's chunk: the log probability of the next prompt
+    token."""
     non_finite: list[int] = []
     """Slots whose chunk does not sample and has non-finite hidden states. A slot that samples reports
     BAD_TOKEN instead."""

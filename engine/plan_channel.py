@@ -46,7 +46,7 @@ def largest_plan_bytes(
 
     If a step has several setups, their lists are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`.
     A single setup's lists are limited by the size of the frame in which the front sent them, plus the
-    sequence's output. Apart from the setups, a plan contains at most every slot with its complete block
+    sequence's output. Apart from the setups, the largest plan contains every slot with its complete block
     table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is
     about 100 MB.
     """

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 LARGE_BLOCK_BYTES = 256 << 10
-"""Size, in bytes, from which malloc maps a block separately, so that `free` returns the block to the
-operating system."""
+"""Minimum size, in bytes, of a block that malloc maps separately, so that `free` returns it to the operating
+system."""
 MAX_ARENAS = 2
 """Maximum number of malloc arenas, each of which retains memory freed by its threads. glibc's default is
 eight per CPU core."""

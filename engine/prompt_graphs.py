@@ -1,5 +1,5 @@
-"""Captures short forward passes of prompts as CUDA graphs, and replays them. For passes of up to a few
-hundred tokens, the host takes longer to launch the kernels one by one than the device takes to run them.
+"""Captures short forward passes of prompts as CUDA graphs and replays them. For passes of up to a few hundred
+tokens, the host takes longer to launch the kernels one by one than the device takes to run them.
 
 Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so nothing is
 written to the cache for them. No attention tile contains them, so their attention is not computed.
@@ -54,9 +54,10 @@ class PromptGraphs:
         self._max_tokens = self.sizes[-1] if self.sizes else 0
         # Each chunk has its own slot, so there are at most as many logit rows as slots.
         self._max_chunks = min(MAX_CHUNKS, len(tables.lengths))
-        # All inputs are in one buffer, so that one transfer fills them: token ids, positions and KV slot
-        # indices; then the tiles of each attention window, with four int32 per tile, aligned to 16 bytes as
-        # the kernels require; then each chunk's logits index, slot and number of cached tokens.
+        # All inputs are in one buffer, so that a single transfer fills them. The buffer contains token ids,
+        # positions and KV slot indices, followed by the tiles of each attention window. A tile has four int32
+        # and is aligned to 16 bytes, as the kernels require. At the end are each chunk's logits index, slot
+        # and number of cached tokens.
         self._tiles_at = 3 * self._max_tokens
         self._logits_at = self._tiles_at + 2 * len(self._windows) * self._max_tiles(self._max_tokens)
         size = self._logits_at + 3 * self._max_chunks

@@ -2,7 +2,7 @@
 cache. On a GPU, the KV cache can also grow.
 
 When a replica on a GPU goes to sleep, its weights are copied to host memory. The GPU memory of weights and KV
-cache is released, and later remapped at the same addresses (`engine.device_arena`). On a CPU, only the KV
+cache is released and later remapped at the same addresses (`engine.device_arena`). On a CPU, only the KV
 cache is released, because copying the weights would take as much memory as it frees.
 """
 
@@ -79,7 +79,7 @@ class RankMemory(Protocol):
         """Delete the copies made by `save`."""
 
     def release(self) -> int:
-        """Release the memory, and return its size in bytes. `save` must be called first."""
+        """Release the memory and return its size in bytes. `save` must be called first."""
 
     def restore(self) -> None:
         """Restore the memory freed by `release`, with the original weights and a zero-filled KV cache. The

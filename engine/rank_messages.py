@@ -108,8 +108,8 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 LoadStage = Literal["start", "read", "convert", "build", "warm up", "ready"]
-"""The stages of a rank's startup, in order: the process starts; weights are read; weights are packed into the
-device's layout; kernels are compiled and the KV pool is sized; warm-up steps run."""
+"""The stages of a rank's startup, in order: starting the process, reading the weights, packing the weights
+into the device's layout, compiling the kernels and sizing the KV pool, and running the warm-up steps."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):

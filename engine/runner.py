@@ -173,8 +173,8 @@ class ModelRunner:
     # ── running steps ──────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step, to run after all previously launched ones, and return without waiting. After a step
-        has failed, every later step also raises an exception, because the device tables are invalid.
+        """Launch a step, which runs after all previously launched steps, and return without waiting. After a
+        step has failed, every later step also raises an exception, because the device tables are invalid.
         """
         if self._stream is not None:
             return ThreadStep(self._stream.submit(self._run_on_thread, plan), self.ranks.check)
@@ -196,7 +196,7 @@ class ModelRunner:
         return self._memory_thread.submit(self._change_memory, asleep)
 
     def close(self) -> None:
-        """Wait for the launched steps to finish, and leave the group of ranks."""
+        """Wait for the launched steps to finish, then leave the group of ranks."""
         if self._stream is not None:
             self._stream.shutdown()
         else:
@@ -354,7 +354,7 @@ class ModelRunner:
         return graphs
 
     def _capture_halves(self, progress: ProgressCallback) -> HalvesGraphs | None:
-        """Capture the graphs for full steps that several GPUs run in two halves."""
+        """Capture the graphs for passes that fill a token budget, if such passes run in two halves."""
         spec, decoder = self.spec, self.decoder
         full = spec.max_num_batched_tokens
         mixed = spec.max_mixed_tokens or default_mixed_tokens(spec.max_num_seqs, full)

@@ -1,4 +1,4 @@
-"""Samples tokens from logits, and computes log probabilities. Each rank has logits for one part of the
+"""Samples tokens from logits and computes log probabilities. Each rank has logits for one part of the
 vocabulary.
 
 `kernels.draws` defines how a token is drawn from a row of logits. The caller passes in the sampling
@@ -10,8 +10,8 @@ gathered first.
 The operations are applied in this order: repetition penalty, frequency and presence penalties, logit bias,
 suppression of stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p.
 As in Hugging Face and vLLM, penalties precede the temperature, and top-p applies to the renormalised result
-of top-k. Min-p is last, as in Hugging Face. vLLM applies min-p before top-k. The results differ only if top-p
-then renormalises over fewer tokens.
+of top-k. Min-p is last, as in Hugging Face. vLLM applies min-p before top-k, which changes the result only if
+top-p then renormalises over fewer tokens.
 
 The bias is applied after the penalties, so that −100 bans a token and +100 forces it regardless of the
 penalties. Stop tokens are suppressed after the bias, so that a bias cannot re-enable them. Tokens that tie

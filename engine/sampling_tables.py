@@ -176,7 +176,7 @@ class SamplingTables:
 
     def _set_up_lists(self, setup: SlotSetup) -> None:
         """Store a setup's biases, stop tokens, allowed tokens and bad words. All of its slots share the same
-        read-only tensors. Ids outside the vocabulary cannot be sampled, and are dropped.
+        read-only tensors. Ids outside the vocabulary cannot be sampled and are dropped.
         """
         params, slots = setup.sampling, [slot for slot, _ in setup.members]
         for slot in slots:

@@ -259,8 +259,8 @@ def _activations(config: ModelConfig, shard: Shard, dtype: ModelDType, tokens: i
     """Return a layer's peak activation memory in bytes, which is reached either during attention or during
     the MLP. Both need the residual and the normalised input (2 × hidden per token). Attention also needs qkv,
     the rotated q and k in float32, q and the result. The MLP also needs gate_up, its activation and the
-    result. For each token and each expert that it chooses, experts also need a copy of the input, gate_up,
-    its activation and the result.
+    result. A mixture of experts also needs a copy of the input, gate_up, its activation and the result, for
+    each token and each expert that the token chooses.
     """
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
@@ -363,8 +363,8 @@ def layer_capture_sizes(
     """Return the token counts for which the layers of passes with prompts are captured as CUDA graphs
     (`engine.layer_graphs`).
 
-    Several GPUs compute longer passes in two halves. On one GPU, a dense model's passes are not captured,
-    because they take longer to compute than to launch.
+    On several GPUs, longer passes are computed in two halves. On one GPU, a dense model's passes are not
+    captured, because they take longer to compute than to launch.
     """
     sizes = [64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584]
     if tensor_parallel_size == 1:
@@ -390,8 +390,9 @@ def decode_capture_sizes(largest: int) -> list[int]:
     """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs: 1, 2, 4,
     8, 12 and 16, then in steps of 8 up to 64, then four sizes per power of two. The last size is `largest`.
 
-    Large GEMMs compute tiles of 64 or 128 rows, so powers of two are among the sizes: with 70B on four H100s,
-    a step of 256 rows took 22 to 24 ms in a graph of 264 rows, because each GEMM computed a third tile.
+    Large GEMMs compute tiles of 64 or 128 rows, so powers of two are among the sizes. With a 70B model on
+    four H100s, a step of 256 rows took 22 to 24 ms in a graph of 264 rows, because each GEMM computed a third
+    tile.
     """
     sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < largest]
     size = 24

@@ -86,7 +86,7 @@ class RankSleep:
         problem = ""
         try:
             attempt()
-        except MemoryError as error:  # SleepError
+        except MemoryError as error:  # includes SleepError
             problem = str(error)
         (failed,) = self._totals((bool(problem),))
         if failed and not problem:

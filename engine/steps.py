@@ -1,4 +1,4 @@
-"""Executes one step on a rank's device: runs a plan, and returns the sampled tokens as tensors. Decode-only
+"""Executes one step on a rank's device: runs a plan and returns the sampled tokens as tensors. Decode-only
 steps and short prompt passes replay captured CUDA graphs, if there are any (`engine.graphs`,
 `engine.prompt_graphs`). Otherwise, each kernel is launched separately.
 """
@@ -51,7 +51,7 @@ class StepExecutor:
         this method returns.
 
         `on_begin` is called once the host has prepared the step, right before the device accesses the KV
-        cache. Exceptions from torch propagate, and leave the device tables invalid.
+        cache. Exceptions from torch propagate and leave the device tables invalid.
         """
         self.tables.apply(plan)
         if self.graphs is not None and not plan.chunks and self.graphs.fits(len(plan.decodes)):
@@ -79,8 +79,8 @@ class StepExecutor:
         )
 
     def _expert_choices(self) -> ExpertChoices | None:
-        """Return the expert choices. Returns None on ranks other than rank 0, and if the choices were
-        returned less than EXPERT_CHOICES_S seconds ago."""
+        """Return the expert choices, or None if this is not rank 0 or if the choices were returned less than
+        EXPERT_CHOICES_S seconds ago."""
         now = time.monotonic()
         if self.decoder.ranks.rank != 0 or now < self.choices_due:
             return None

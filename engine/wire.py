@@ -26,8 +26,8 @@ _HEADER = 4
 _DROPPED = -1
 """Placeholder for a file descriptor that the kernel dropped instead of delivering it."""
 _READ_BYTES = 1 << 16
-"""Size of the buffer for one read. A larger one would be mapped for each read, if malloc is configured to
-return large blocks (`engine.process_memory`)."""
+"""Size of the buffer for one read. A larger buffer would be mapped anew for each read if malloc is configured
+to return large blocks (`engine.process_memory`)."""
 _MAX_READS = 16
 _MAX_FDS = 64
 
@@ -94,8 +94,8 @@ class Channel(Generic[Inbound]):
     # ── sending ──
 
     def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Queue `message`, and write as many bytes as the socket accepts. File descriptors are duplicated;
-        the caller must still close its own copies. If the channel is closed, the message is silently dropped,
+        """Queue `message` and write as many bytes as the socket accepts. File descriptors are duplicated; the
+        caller must still close its own copies. If the channel is closed, the message is silently dropped,
         because the reader detects the end of file. Raises OSError, and sends nothing, if the descriptors
         cannot be duplicated because too many files are open.
         """

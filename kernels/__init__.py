@@ -20,7 +20,7 @@ import torch
 from kernels.draws import SamplingOps
 
 PAGE_TOKENS = 64
-"""Tokens per block of the KV pool."""
+"""Number of tokens per block in the KV pool."""
 
 PDL_FROM = 90
 """Minimum compute capability (times ten) for programmatic dependent launch (PDL)."""

@@ -24,7 +24,7 @@ _LAYOUTS = {"split": [], "whole": ["--expert-parallel"]}
 
 
 def main() -> int:
-    """Run the benchmark with each layout, and print the comparison. Returns 1 if a run fails."""
+    """Run the benchmark with each layout and print the comparison. Returns 1 if a run fails."""
     arguments = sys.argv[1:]
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)

@@ -5,7 +5,7 @@ rates. No engine can be faster, so results are printed as fractions of the limit
 devices is ignored.
 
 A decode step reads every matrix once, and the keys and values of every sequence once. In an MoE layer, a step
-is assumed to read the number of distinct experts expected when each token is equally likely to choose any
+is assumed to read as many distinct experts as are expected if every token is equally likely to choose each
 expert. With large batches, a decode step's GEMMs are compute-bound instead of memory-bound. A prefill's limit
 covers its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because each
 layer needs the result of the previous one.

@@ -6,9 +6,9 @@ collectives.
 
 The model consists of a few layers of a public model's shape, with random weights. All ranks start each pass
 at the same time; no plan channels are used. For each variant, the table shows device times in milliseconds:
-for the first and the second pass, the median and the slowest of all passes, and the median of the slowest
-rank. "host" is the median time that the host takes to launch a pass. "differs" is the relative difference
-between the variant's logits and those of the eager variant. The variants are:
+the first pass, the second pass, the median and the slowest of all passes, and the slowest rank's median.
+"host" is the median time that the host takes to launch a pass. "differs" is the relative difference between
+the variant's logits and those of the eager variant. The variants are:
 
     default      as in serving: CUDA graphs, and the collectives of `engine.peer_limits`
     layers       one CUDA graph per layer (`engine.layer_graphs`), even for short prompts
@@ -171,7 +171,7 @@ class _Bench:
         self._tables = SlotTables(8, self._blocks, config.vocab_size, self._device)
 
     def measure(self, variant: str, tokens: int) -> None:
-        """Time a variant's passes, and print a line on rank 0."""
+        """Time a variant's passes and print a line on rank 0."""
         run = self._prepare(variant, tokens)
         times, host = zip(*(self._time(run) for _ in range(_PASSES)), strict=True)
         if tokens not in self._expected:

@@ -100,7 +100,7 @@ class _Watch:
 
 
 class _WatchedOps:
-    """Forwards every operation to `ops`, and counts the chosen experts."""
+    """Forwards every operation to `ops` and counts the chosen experts."""
 
     def __init__(self, ops: Any, watch: _Watch) -> None:
         self._ops = ops

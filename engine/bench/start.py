@@ -84,9 +84,9 @@ def started(
     """Start an engine that can run the sequences of `workloads`. The engine is closed when the `with`
     statement ends.
 
-    Like a replica, it is configured with the options from `add_options`. Progress is shown on standard error
-    if that is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the
-    exceptions in FAILURES.
+    It is configured by the options from `add_options`. Progress is shown on standard error if that is a
+    terminal. `scratch` is a folder for the model shape's configuration file. Raises the exceptions in
+    FAILURES.
     """
     with closed_at_end(_start(arguments, scratch, workloads)) as engine:
         yield engine

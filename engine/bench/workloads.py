@@ -1,4 +1,4 @@
-"""Defines the benchmark's named workloads, and runs a workload on an engine."""
+"""Defines the benchmark's named workloads and runs a workload on an engine."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Decoder:
     # ── computation ──────────────────────────────────────────────────────────────────────────────
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
-        """Run a forward pass, and return its hidden states: `[tokens, hidden]`. If `inputs.logits_attention`
+        """Run a forward pass and return its hidden states: `[tokens, hidden]`. If `inputs.logits_attention`
         is given, only the rows of its tokens are returned. The pass writes its keys and values to `kv`, which
         has one pool per layer. The final norm is applied later, by `logits`, and only to the rows that need
         logits. The number of tokens that choose each expert is added to `expert_choices`.
@@ -154,7 +154,7 @@ class Decoder:
         return residual.values
 
     def _halves(self, inputs: ForwardInput, whole: LayerInput, at: int) -> tuple[LayerInput, LayerInput]:
-        """Split the layer inputs at token index `at`, and return both parts."""
+        """Split the layer inputs at token index `at` and return both parts."""
         first, second = (
             LayerInput(
                 self.ranks,
@@ -200,7 +200,8 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Return the shape of the keys, and also of the values, of one layer in this rank's cache."""
+        """Return the shape of one layer's keys in this rank's cache, which is also the shape of its
+        values."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 
     def allocate_kv(self, blocks: int, zeros: Zeros | None = None) -> list[KvPool]:
@@ -240,7 +241,7 @@ class Decoder:
         return weight_shards
 
     def finish(self, progress: ProgressCallback) -> None:
-        """Clear the padding, and pack the weights into the backend's layout. Call once, after filling all
+        """Clear the padding and pack the weights into the backend's layout. Call once, after filling all
         weights.
 
         If the backend packs weights, a tied output matrix becomes a separate copy of the embedding

@@ -132,7 +132,7 @@ class Mixture:
         return weight_shards
 
     def _expert_shards(self, name: str, index: int) -> list[WeightShard]:
-        """Return the shards of one expert's matrices. `index` is the expert's index on this rank, and is out
+        """Return the shards of one expert's matrices. `index` is the expert's index on this rank and is out
         of range if another rank has the expert."""
         hidden, width = self.experts.router.shape[1], self.config.intermediate_size
         shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}

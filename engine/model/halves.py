@@ -1,6 +1,6 @@
 """Splits the tokens of a long pass into two halves. While one half's results are summed over the ranks, the
-device computes the other half. Tokens of the second half attend to keys and values of the first, so every
-layer computes the first half first.
+device computes the other half. Tokens in the second half attend to keys and values from the first half, so
+every layer computes the first half before the second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LayerCall = tuple[Layer, KvPool, torch.Tensor | None]
 
 
 def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, AttentionInput]:
-    """Split a pass's attention inputs at token index `at`, and return both parts. All decodes must be in the
+    """Split a pass's attention inputs at token index `at` and return both parts. All decodes must be in the
     first part."""
     before, after = [], []
     for chunk in inputs.chunks:

@@ -191,7 +191,7 @@ def _fill(
     exchange: bool,
     share_reads: bool,
 ) -> int:
-    """Stream the checkpoint into all shards, and return the number of bytes read.
+    """Stream the checkpoint into all shards and return the number of bytes read.
 
     The stream and its buffers must not outlive this function, because `_finish` must be able to free their
     memory.

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment, in bytes, of the file offset and memory address of a direct read. It is sufficient for any
-disk."""
+"""Alignment, in bytes, of the file offset and memory address of a direct read. This alignment is sufficient
+for any disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Maximum size of the files kept in the page cache, as a fraction of free memory."""
@@ -110,7 +110,7 @@ def fits_page_cache(paths: Iterable[Path]) -> bool:
 
 def keep_cached(paths: Iterable[Path]) -> threading.Thread:
     """Load files into the page cache in a background thread, unless they would take up more than half of the
-    free memory. Loading keeps the disk busy, and takes 0.1 s of CPU time per GB that was not cached.
+    free memory. Loading keeps the disk busy and takes 0.1 s of CPU time per GB that was not cached.
     """
     thread = threading.Thread(target=_fetch, args=(list(paths),), name="page cache", daemon=True)
     thread.start()

@@ -39,8 +39,7 @@ class WeightFit:
     def check(self) -> None:
         """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights. The limit
         is a GPU's total memory or, on a CPU, this rank's share of the available host memory. On a CPU, the
-        check is necessary because Linux overcommits memory, and kills a process when it cannot provide a
-        page.
+        check is necessary because Linux overcommits memory and kills a process when no free page is left.
         """
         if self.device.type == "cuda":
             _, total = torch.cuda.mem_get_info(self.device)

@@ -48,7 +48,7 @@ class StepShape:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Wraps a step runner, and records consecutive steps of the requested kind."""
+    """Wraps a step runner and records consecutive steps of the requested kind."""
 
     runner: StepRunner
     kind: Kind
@@ -80,7 +80,7 @@ class _Recorder:
         return self.runner.launch(plan)
 
     def end(self) -> None:
-        """Wait for the recorded steps to finish, and stop recording."""
+        """Wait for the recorded steps to finish, then stop recording."""
         if self.shapes and not self.ended:
             _synchronize(self.gpu)
             self.recording.stop()

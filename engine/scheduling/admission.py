@@ -1,4 +1,4 @@
-"""Admits waiting sequences: assigns slots and KV blocks to them, and starts their prefills."""
+"""Admits waiting sequences: assigns slots and KV blocks to them and starts their prefills."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ class BlockPool:
         self._may_be_non_finite.add(block)
 
     def mark_non_finite(self, block: int) -> None:
-        """Record that a used block contains NaN or infinity. The block is removed from the prefix cache, and
+        """Record that a used block contains NaN or infinity. The block is removed from the prefix cache and
         zeroed when next allocated."""
         self._forget_key(block)
         self._non_finite.add(block)

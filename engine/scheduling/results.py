@@ -1,4 +1,4 @@
-"""Processes step results: creates outputs from sampled tokens, and ends sequences."""
+"""Processes step results: creates outputs from sampled tokens and ends sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ would release 260,000 blocks at once, and no step could be launched in the meant
 
 
 class ResultCollector:
-    """Assigns step results to the sequences, and ends sequences."""
+    """Assigns step results to the sequences and ends sequences."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class ResultCollector:
             if not chunk.samples:
                 sequence.finite = chunk.end
             self._tables.register(sequence, chunk.end)
-        # Results are identified by their slot in the plan, and are valid even if the sequence has been
-        # preempted since.
+        # A result is identified by its slot in the plan. It is valid even if the sequence has been preempted
+        # since.
         scores = tokens.prompt_logprobs.get(chunk.slot)
         if scores is not None and sequence.prompt_logprobs is not None:
             # The first log probability belongs to the token at position start + 1. For recomputed tokens, the
@@ -128,13 +128,13 @@ class ResultCollector:
             self.end(sequence, "length")
 
     def _check(self, sequence: Sequence, token: int) -> FinishReason:
-        """Check whether a new token ends the sequence, and update the blocks that it may fill. Returns the
-        finish reason, or "" if the sequence continues."""
+        """Check whether a new token ends the sequence, and update the blocks that the token may fill. Returns
+        the finish reason, or "" if the sequence continues."""
         if sequence.slot >= 0:
             # The newest token's keys and values have not been computed yet.
             self._tables.register(sequence, len(sequence.tokens) - 1)
             set_next_check(sequence)
-        # Unlike the sampler, other runners might not suppress stop tokens before min_tokens.
+        # Check min_tokens here too: the sampler suppresses stop tokens, but other runners might not.
         if token in sequence.stops and (
             sequence.output_tokens > sequence.submission.submit.sampling.min_tokens
         ):
@@ -154,7 +154,7 @@ class ResultCollector:
         )
 
     def _release(self, sequence: Sequence, finish_reason: FinishReason) -> None:
-        """Set a sequence's finish reason, and free its slot and blocks."""
+        """Set a sequence's finish reason and free its slot and blocks."""
         sequence.finish_reason = finish_reason
         if sequence.entry is not None:
             self._waiting.remove(sequence)
@@ -169,8 +169,8 @@ class ResultCollector:
         self._accounting.end_sample(sequence)
 
     def _promote_fork(self, leader: Sequence) -> None:
-        """Pass the prefill of a leader that ends early to its first fork, which becomes the leader of the
-        other forks."""
+        """If a leader ends early, pass its prefill to its first fork, which becomes the leader of the other
+        forks."""
         successor, *rest = leader.forks
         successor.leader, successor.forks = None, rest
         for fork in rest:

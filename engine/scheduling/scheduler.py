@@ -1,5 +1,5 @@
-"""Defines the scheduler, which decides, within a token budget, which sequences run in each step, and returns
-a `StepPlan`.
+"""Defines the scheduler. It decides which sequences run in each step, within a token budget, and returns the
+step's plan as a `StepPlan`.
 
 A submission's *level* combines its priority class (`priority`) and its urgency within the class. A step is
 planned in this order:

@@ -73,7 +73,7 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
             f"the model's maximum length of {limits.max_model_len} allows at most {longest_prompt}"
         )
     # Use numpy for the comparison, because a prompt may have 131,072 tokens and numpy is 100 times as fast as
-    # Python. Reading the ids as unsigned puts negative ids above the vocabulary.
+    # Python. The ids are read as unsigned integers, so negative ids exceed the vocabulary size.
     prompt_is_valid = int(np.frombuffer(submit.prompt, np.uint32).max()) < limits.vocab_size
     token_fields: dict[str, Collection[int]] = {
         "prompt": () if prompt_is_valid else view_tokens(submit.prompt),

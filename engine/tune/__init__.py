@@ -1,1 +1,2 @@
-"""The offline tuner, `python -m engine.tune`: selects the kernel for each of a decoder's linears on a GPU."""
+"""The offline tuner, `python -m engine.tune`: selects the kernel for each linear layer of a decoder on a
+GPU."""

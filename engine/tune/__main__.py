@@ -1,4 +1,4 @@
-"""`python -m engine.tune`: measure which kernel is fastest for each of a decoder's linears, and write the
+"""`python -m engine.tune`: measure which kernel is fastest for each linear layer of a decoder, and write the
 results to this GPU's table.
 
     python -m engine.tune --config FOLDER              # matrices in the model's dtype
@@ -7,14 +7,14 @@ results to this GPU's table.
     python -m engine.tune --config FOLDER --both --whole-layer --tried tune.json
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
-docs/kernels.md). The tuner times Appliance's own kernels and those of cuBLAS in complete decoder layers
-without attention, in CUDA graphs, with weights that are not in the L2 cache. The fastest kernel's result is
-checked against the reference implementation, and the kernel is added to the table (kernels/tuned/<gpu>.json,
-or --out). Existing entries are kept unless --again is given.
+docs/kernels.md). The tuner times Appliance's own kernels and those of cuBLAS in decoder layers without
+attention. The layers run in CUDA graphs, and their weights are not in the L2 cache. The fastest kernel's
+result is checked against the reference implementation, and the kernel is added to the table
+(kernels/tuned/<gpu>.json, or --out). Existing entries are kept unless --again is given.
 
 --whole-layer refines the table by coordinate descent over whole layers, including attention. The search
 starts from the table's plans, from the rule-based plans, and from a plan that uses the `tiles` kernel for
-every linear. It changes one linear's plan at a time, and keeps the change if the whole layer becomes at least
+every linear. It changes one linear's plan at a time and keeps the change if the whole layer becomes at least
 0.3 % faster.
 """
 

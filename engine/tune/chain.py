@@ -73,7 +73,7 @@ class LayerChain:
         return len(self._layers)
 
     def set_rows(self, rows: int) -> None:
-        """Create the input and the KV cache for `rows` sequences, and find the linears."""
+        """Create the input and the KV cache for `rows` sequences and find the linears."""
         self.rows = rows
         self._kv: list[KvPool] = []  # free the cache before allocating the next one
         self._ops.backend.forget_workspaces()
@@ -99,8 +99,8 @@ class LayerChain:
         return self._ops.compare(lambda: self.run(self._few, rows))
 
     def use(self, table: Table, without: Product | None = None) -> None:
-        """Use the plans from `table` in all later runs, and skip the operations of the linear `without`, if
-        given."""
+        """Use the plans from `table` in all later runs. If `without` is given, skip that linear's
+        operations."""
         self._ops.backend.use(table)
         self._ops.without = without
 
@@ -191,7 +191,7 @@ def _decoder(served: ReplicaModel, ops: WatchedOps, device: torch.device, contex
 
 
 def _kinds(served: ReplicaModel) -> list[int]:
-    """Return the index of the first layer of each kind."""
+    """For each layer kind, return the index of the first layer of that kind."""
     config = served.config
     kinds = list(zip(config.layer_kinds, config.sliding_windows, strict=True))
     return [kinds.index(kind) for kind in dict.fromkeys(kinds)]

@@ -57,7 +57,7 @@ class TunedOps(CudaOps):
 
 
 class _NotingTable:
-    """Wraps a table of plans, and records each linear that looks up a plan."""
+    """Wraps a table of plans and records each linear that looks up a plan."""
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
@@ -148,7 +148,8 @@ def _product_of(argument: Any) -> Product | None:
 
 
 def _copied(argument: Any, exact: bool) -> Any:
-    """Return a copy of an argument that an operation may overwrite, in float32 if `exact`."""
+    """Return a copy of an argument that an operation may overwrite. The copy is in float32 if `exact` is
+    true."""
     if isinstance(argument, Residual):
         return Residual(_copied(argument.values, exact).clone())
     if isinstance(argument, torch.Tensor) and argument.is_floating_point() and exact:

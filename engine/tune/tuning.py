@@ -1,6 +1,6 @@
 """Defines the tuner's two searches for a model's kernel plans, and enumerates the kernels that they launch.
 `search_linears` tries every candidate plan of each linear, in a chain of layers without attention. `descend`
-starts from the resulting table, and tries a few candidates in whole layers with attention.
+starts from the resulting table and tries a few candidates in whole layers with attention.
 """
 
 from __future__ import annotations

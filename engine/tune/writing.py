@@ -1,4 +1,4 @@
-"""Compiles the kernels that a tuner launches, and writes the table of results. Shared by the linear tuner and
+"""Compiles the kernels that a tuner launches and writes the table of results. Shared by the linear tuner and
 the expert tuner."""
 
 from __future__ import annotations
