@@ -1,6 +1,6 @@
 """Shadow traffic: copies finished requests to a second model or version, discards the answers to the copies,
 and reports how they compare with the originals. A copy begins after the original request has finished, so the
-two never compete for resources. Copies have the lowest service class, and are dropped if they cannot start
+two never compete for resources. Copies have the lowest service class and are dropped if they cannot start
 immediately.
 """
 
@@ -44,7 +44,7 @@ class NoConnection:
 
 
 class ShadowTraffic:
-    """The shadow traffic of one front: selects requests to copy, and runs the copies."""
+    """The shadow traffic of one front: selects requests to copy and runs the copies."""
 
     def __init__(self, state: AppState) -> None:
         self.running = 0

@@ -26,7 +26,7 @@ MAX_HELD_OUTPUTS = 65_536
 the limit is exceeded, the request is ended."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """Maximum number of outputs with log probabilities that are held for a client that is not reading. Such an
-output may take up a kilobyte."""
+output may occupy a kilobyte."""
 
 _MAX_COST = 2048
 """Maximum cost of one flush. A flush of this cost takes about 10 ms. Each event, each log probability, and
@@ -45,7 +45,7 @@ class EventStream:
         self.done = asyncio.Event()
         """Set when the last event has been written or the client has disconnected."""
         self.wrote_at = 0.0
-        """Monotonic time, in seconds, at which the latest token that has been written arrived."""
+        """Arrival time of the latest token that has been written, in seconds on the monotonic clock."""
         self._connection = generation.context.connection
         self._state = generation.state
         self._is_open = False
@@ -169,8 +169,8 @@ class EventStream:
             self._state.flush_soon(self.flush)
 
     def _build(self, sample: Sample, events: list[bytes]) -> int:
-        """Append the sample's next events to `events`, and return their cost. Events beyond the limit are
-        left for the next flush."""
+        """Append the sample's next events to `events` and return their cost. Events beyond the limit are left
+        for the next flush."""
         cost = 1
         if not sample.begun:
             if (

@@ -22,8 +22,8 @@ from appliance.text.template_messages import ChatTemplateError, TemplateBoundErr
 MAX_VARIABLES_BYTES = 65_536
 """Maximum size of `chat_template_kwargs` as JSON, in bytes."""
 HIDE_INLINE_CHARACTERS = 4096
-"""Conversations longer than this, in characters, are searched for control tokens in a thread. The search
-takes up to 2.5 µs per character."""
+"""Conversations with more characters than this are searched for control tokens in a separate thread. The
+search takes up to 2.5 µs per character."""
 
 _MESSAGE_CHARACTERS = 16
 """Number of characters that each message adds to a conversation's size, in addition to its text. Searching
@@ -69,12 +69,12 @@ async def chat_tokens(
     continue_final_message: bool = False,
     limit: LengthLimit | None = None,
 ) -> list[int]:
-    """Return the prompt for a conversation. Its control tokens come only from the chat template, not from
-    messages.
+    """Return the prompt for a conversation. The prompt's control tokens come only from the chat template, not
+    from messages.
 
-    If `add_generation_prompt` is None, its default applies. If `continue_final_message` is set, the prompt
-    ends with the text of the last message. If `limit` is None, the prompt may have at most `MAX_TOKENS_SHOWN`
-    tokens. Raises `ApiError` if the conversation cannot be encoded.
+    If `add_generation_prompt` is None, the chat template's default applies. If `continue_final_message` is
+    set, the prompt ends with the text of the last message. If `limit` is None, the prompt may have at most
+    `MAX_TOKENS_SHOWN` tokens. Raises `ApiError` if the conversation cannot be encoded.
     """
     for name in variables or ():
         if name in _RESERVED_VARIABLES:

@@ -41,12 +41,13 @@ _MAX_UNREAD_BYTES = 64 << 10
 """The core stops sending connections to a front while its control channel has more unread bytes than this."""
 _MAX_UNTAKEN = 12
 """Maximum number of connections that have been sent to a front but not yet taken by it. This is less than
-half of the descriptors that a front keeps free (`RESERVED_DESCRIPTORS`): while the front takes this many
-connections, the descriptors of an equal number of closed connections may still be open. A connection handed
-over by another front carries a second descriptor, which is closed once the request has been read from it. If
+half of the descriptors that a front keeps free (`RESERVED_DESCRIPTORS`), because the descriptors of an equal
+number of closed connections may still be open while the front takes the new ones. A connection handed over by
+another front comes with a second descriptor, from which the front reads the request before closing it. If
 many such connections use up the reserve, the front returns the connections it cannot receive (`NotTaken`).
 The maximum is also at most an eighth of the core's descriptor limit, because the core keeps duplicates of
-each connection's descriptors, and the kernel counts descriptors in a channel against the same limit.
+each connection's descriptors, and the kernel counts descriptors in transit on a channel against the same
+limit.
 """
 _QUIET_S = 3.0
 """The core stops sending connections to a front that has sent no message for this many seconds. Fronts
@@ -111,8 +112,8 @@ class Front:
         """Connections given to the process but not yet read by it, keyed by connection number."""
         self._max_untaken = _max_untaken()
         self._receives_connections = True
-        """Whether the process has received every connection sent to it since its last report. False means
-        that it ran out of file descriptors."""
+        """False if the process has run out of file descriptors and returned a connection since its last
+        report, otherwise True."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -206,7 +207,7 @@ class Front:
         self.send(configure)
 
     def attach(self, replica: str, model: str, descriptor: int) -> None:
-        """Send a replica channel's descriptor to the front process, and close this process's copy. Raises
+        """Send a replica channel's descriptor to the front process and close this process's copy. Raises
         OSError if too many files are open."""
         try:
             if self._child is not None:
@@ -373,8 +374,8 @@ class Front:
         if self._starting_s > _SLOW_START_S:
             return (
                 f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "
-                "templates are still loading; the process is killed and restarted after load_timeout_s = "
-                f"{self.load_timeout_s:g}"
+                "templates are still loading; the process will be killed and restarted after "
+                f"load_timeout_s = {self.load_timeout_s:g}"
             )
         if self.operator_state == "silent":
             return f"no report for {self._silent_s:.0f} s: the process gets no new connections"

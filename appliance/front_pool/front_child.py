@@ -85,8 +85,8 @@ class FrontChild:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it exits within half a second. It is probably exiting already, and its own
-        exit status says more about the cause than a kill would."""
+        """Kill the process unless it exits within half a second. It is probably exiting already, and an exit
+        status of its own would say more about the cause than SIGKILL."""
         asyncio.get_running_loop().call_later(_DYING_S, self.kill, reason)
 
     def _exited(self) -> None:

@@ -26,8 +26,8 @@ class FrontEvents(Protocol):
         no connections until its next report."""
 
     def name_wanted(self, name: str) -> None:
-        """Called for each report in which a front says that requests are waiting for the model `name` to be
-        loaded or woken."""
+        """Called whenever a front reports that requests are waiting for the model `name` to be loaded or
+        woken."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Called for each message from a front about a request."""
@@ -40,7 +40,8 @@ class FrontEvents(Protocol):
         `HandOver`)."""
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        """Store prompts and answers sent by the front. The caller then closes the descriptor."""
+        """Store the prompts and answers in the memory file with this descriptor, which the front has sent.
+        The caller then closes the descriptor."""
 
     def front_progress(self, front: Front, message: FrontProgress) -> None:
         """Called with the front's reply to `AskProgress`."""

@@ -146,7 +146,7 @@ class Listeners:
         balancer: ConnectionBalancer,
         note: NoteProblem,
     ) -> None:
-        """Match the sockets in `given` to listeners by address, and open sockets for the remaining listeners.
+        """Match the sockets in `given` to listeners by address and open sockets for the remaining listeners.
         Raises ListenError if a given socket is unsuitable or a socket cannot be opened."""
         self.admin: socket.socket | None = None
         """The admin API's socket if opened by the service manager, otherwise None."""
@@ -189,8 +189,8 @@ class Listeners:
             listener.close()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """If the TCP address in `settings` is new, open a socket there for a later call to `change`. If
-        ListenError is raised, nothing has changed."""
+        """If the TCP address in `settings` is new, open a socket on that address for a later call to
+        `change`. If ListenError is raised, nothing has changed."""
         return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:

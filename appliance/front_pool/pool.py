@@ -59,7 +59,7 @@ _STOP_S = 3.0
 
 
 class FrontRequests(Protocol):
-    """Receives fronts' messages about requests, and is notified when a front starts or exits."""
+    """Receives fronts' messages about requests and is notified when a front starts or exits."""
 
     def add_front(self, front: str) -> None: ...
     def lose_front(self, front: str) -> None: ...
@@ -101,7 +101,7 @@ class FrontPool:
         - `keep` stores prompts and answers.
         - `note` reports a problem (its location and description) to the operator.
         - `on_availability` is called when a front may have started or stopped accepting connections.
-        - `on_wanted` is called with a model's name, repeatedly, while requests wait for the model to be
+        - `on_wanted` is called repeatedly with a model's name while requests are waiting for the model to be
           loaded or woken.
         - `module` is the Python module to run as a front process.
         """
@@ -216,8 +216,7 @@ class FrontPool:
             self._configure(front)
 
     async def configured(self) -> None:
-        """Send the configuration to every front, and wait a limited time for every ready front to apply
-        it."""
+        """Send the configuration to every front and wait a limited time for every ready front to apply it."""
         self.publish_configuration()
         deadline = time.monotonic() + _CONFIGURED_WITHIN_S
         while time.monotonic() < deadline and any(
@@ -226,7 +225,7 @@ class FrontPool:
             await asyncio.sleep(0.005)
 
     async def applied(self, timeout_s: float) -> bool:
-        """Send the configuration to every front, and wait until every ready front has applied it and loaded
+        """Send the configuration to every front and wait until every ready front has applied it and loaded
         its models. Return False if this takes longer than `timeout_s` seconds."""
         self.publish_configuration()
         serial, deadline = self._serial, time.monotonic() + timeout_s
@@ -237,7 +236,7 @@ class FrontPool:
         return True
 
     async def routed(self) -> None:
-        """Send the configuration to every front, and wait until every front serving connections uses its
+        """Send the configuration to every front and wait until every front serving connections uses its
         routes. A front that does not confirm this in time is killed. A front that is starting gets the routes
         before its first connection."""
         self.publish_configuration()

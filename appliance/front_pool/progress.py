@@ -31,7 +31,7 @@ class ProgressReader:
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self) -> Mapping[str, RequestProgress]:
-        """Query all fronts, and return each request's progress by request id. Concurrent calls share one
+        """Query all fronts and return each request's progress by request id. Concurrent calls share one
         query."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())

@@ -28,8 +28,8 @@ _REFUSALS = {
         "process lists client addresses"
     ),
     "unreceived_connections": (
-        "connections cannot be received because too many files are open; they wait or are given to another "
-        "front process; raise the open file limit (ulimit -n)"
+        "connections cannot be received because too many files are open, so they wait or are given to "
+        "another front process; raise the open file limit (ulimit -n)"
     ),
     "refused_bodies": (
         "requests are refused because the bodies of unfinished requests use too much memory; see "

@@ -22,7 +22,7 @@ MAX_RECORDED_REQUESTS = 1000
 DETAIL_BYTES_PER_S = 16 << 10
 """Maximum average frame size, in bytes. If frames are larger, some seconds are not recorded."""
 _SAVED_BYTES = 1 << 20
-"""Maximum number of bytes that small frames can leave unused for a later, larger frame."""
+"""Maximum number of unused bytes that small frames can save up for a later, larger frame."""
 _WHOLE_EVERY = 30
 """Every sequence of this many consecutive frames contains a full frame, so a reader never has to decode more
 frames than this."""
@@ -56,8 +56,8 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
     stalls: list[Stall] = []
     """In a full frame, all stalls; in a partial frame, the new stalls. Older recordings contain no stalls."""
     blocks: dict[str, RecordedBlocks | None] = {}
-    """Each replica's KV block map, or None if it no longer has one. A full frame contains all maps, a partial
-    frame only changed ones. Older recordings contain no maps."""
+    """Each replica's KV block map, or None if the replica no longer has one. A full frame contains all maps,
+    a partial frame only changed ones. Older recordings contain no maps."""
 
 
 class _Known(NamedTuple):
@@ -157,7 +157,7 @@ class DetailEncoder:
 
 
 def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
-    """Decode consecutive frames, and return the details that result from the last one. The first must be a
+    """Decode consecutive frames and return the details that result from the last one. The first one must be a
     full frame. Return None if there are no frames or one is missing. Raises ValueError if a frame is
     damaged."""
     number, at = -1, 0.0

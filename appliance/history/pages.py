@@ -35,8 +35,8 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
     at: float
     """Time of the sample, or start of the interval."""
     resolution_s: int
-    """If 1, the values are those of a single second. Otherwise, numbers are means over an interval of this
-    many seconds that starts at `at`, and texts are those at the interval's end."""
+    """Resolution in seconds. At 1, the values are those of a single second. Otherwise, numbers are means over
+    an interval of this length that starts at `at`, and texts are those at the interval's end."""
     previous: float | None
     """Time of the preceding sample, or null."""
     next: float | None
@@ -70,8 +70,8 @@ class TelemetryColumns(msgspec.Struct, kw_only=True):
     """Measurements over time, oldest first."""
 
     resolution_s: int
-    """If 1, the values are those of single seconds. Otherwise, they are means over intervals of this many
-    seconds."""
+    """Resolution in seconds. At 1, the values are those of single seconds. Otherwise, they are means over
+    intervals of this length."""
     at: list[float]
     """Sample times, or interval starts, in unix seconds."""
     metrics: dict[str, list[float | None]]

@@ -1,5 +1,5 @@
 """Reads the recorded history from `history.db` or an incident file, for the admin API and the console. The
-functions block for several milliseconds, and raise `StoreError` if the file cannot be read."""
+functions block for several milliseconds. They raise `StoreError` if the file cannot be read."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ def logged_request(row: LoggedRequest, at: float) -> UnfinishedRequest:
 
 
 def alert_at(row: AlertRow, at: float) -> Alert:
-    """Return an alert's state at a given time (in unix seconds), without silences, because rows do not show
-    them."""
+    """Return an alert's state at a given time (in unix seconds). Silences are omitted, because the rows do
+    not contain them."""
     ended = row.ended_at is not None and row.ended_at <= at
     acknowledged = row.acknowledged_at is not None and row.acknowledged_at <= at
     return Alert(

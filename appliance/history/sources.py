@@ -45,7 +45,8 @@ from store.requests import RequestPosition, RequestReader
 
 Answer = TypeVar("Answer")
 ACTIONS, LOG_LINES = "operators' actions", "log lines"
-"""Parts of an incident file that an export may be unable to read. The file then contains the reason."""
+"""Parts that can be missing from an incident file, because the export could not read them. The file then
+contains the reason."""
 
 
 class PastError(Exception):
@@ -87,7 +88,7 @@ class ServicePast:
     """Reads the recorded history from a running service through the admin API. Thread-safe."""
 
     def __init__(self, run_dir: Path, key: str | None = None) -> None:
-        """`key` is the key for the admin API. Operators need none."""
+        """`key` is the key for the admin API. Operators need no key."""
         self.label = str(run_dir)
         self._run_dir = run_dir
         self._key = key

@@ -21,7 +21,7 @@ def new_memory(name: str, data: bytes) -> int:
 
 
 def read_memory(descriptor: int, max_bytes: int = -1) -> bytes:
-    """Read up to `max_bytes` bytes from a memory file (-1 for no limit), and close its descriptor."""
+    """Read up to `max_bytes` bytes (-1 for no limit) from a memory file and close its descriptor."""
     with open(descriptor, "rb", buffering=0) as memory:
         memory.seek(0)
         return memory.read(max_bytes) or b""

@@ -18,8 +18,8 @@ or may have disconnected. A probe sends `100 Continue`; if the client has closed
 replies with a reset. The delay doubles after each probe."""
 _POLL_S = 0.5
 LINGER_S = 2.0
-"""Time limit for reading and discarding the rest of a refused request before closing the connection. If it
-were closed immediately, the client would get a reset before reading the response."""
+"""Time limit for reading and discarding the rest of a refused request before closing the connection. If the
+connection were closed immediately, the client would get a reset before reading the response."""
 
 
 class HalfClosedCheck:
@@ -108,15 +108,15 @@ class Linger:
         self._timer = Timer()
 
     def begin(self, max_bytes: int) -> None:
-        """Send the rest of the response, and then close the sending side. Discard at most `max_bytes`
-        incoming bytes."""
+        """Send the rest of the response and then close the sending side. Discard at most `max_bytes` incoming
+        bytes."""
         self.begun = True
         self._bytes_left = max_bytes
         self._timer.start(LINGER_S, self._over)
         self._transport.write_eof()
 
     def drop(self, nbytes: int) -> None:
-        """Count discarded bytes, and abort the connection if there are too many."""
+        """Count discarded bytes and abort the connection if there are too many."""
         self._bytes_left -= nbytes
         if self._bytes_left < 0:
             self._transport.abort()

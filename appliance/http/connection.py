@@ -50,7 +50,7 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, server: HttpServer, address: str, request: bytes = b"") -> None:
         self.server = server
         self.authenticated = False
-        """Whether the connection has a place in the pool for known clients."""
+        """Whether the connection is in the pool for known clients."""
         self.on_writable: Callable[[], None] | None = None
         """Called when the transport can accept bytes again."""
         self.on_disconnect: Callable[[], None] | None = None
@@ -64,7 +64,7 @@ class Connection(asyncio.BufferedProtocol):
         self._source: Source
         """The source (tenant, address or user) to which this connection's turns are charged."""
         self.pool: Pool | None = None
-        """The pool in which this connection has a place. Set by the server."""
+        """The pool that this connection is in. Set by the server."""
         self._parser = RequestParser(request)
         self._exchange: Exchange | None = None
         self._advancing = False
@@ -143,7 +143,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── handing a request to another process ──
 
     async def leave(self) -> tuple[int, bytes]:
-        """Stop reading, and wait until earlier responses have been sent. Return the connection's descriptor,
+        """Stop reading and wait until earlier responses have been sent. Return the connection's descriptor,
         and any bytes of later requests that have already been read."""
         self._waits_to_read = False
         self._pause_reading(True)
@@ -155,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── opening and closing the connection ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Identify the peer, and reserve a place in a pool for the connection."""
+        """Identify the peer and add the connection to a pool."""
         self.transport = transport
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
@@ -175,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give up the connection's place in its pool, and notify the response in progress."""
+        """Remove the connection from its pool and notify the response in progress."""
         self.server.forget(self)
         for timer in (self._timer, self._half_closed, self._write_limit, self._linger):
             timer.stop()
@@ -435,7 +435,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── time limits ──
 
     def _limit_s(self, seconds: float) -> float:
-        """Return the time limit for an idle client. Unknown clients get a shorter one."""
+        """Return the time limit for an idle client, which is shorter for unknown clients."""
         if self.authenticated:
             return seconds
         return min(seconds, self.server.limits.unauthenticated_timeout_s)

@@ -1,7 +1,7 @@
 """Reads one request head: the request line and the headers. The head is collected up to the empty line at its
-end, and then parsed as a whole. The parser never sees bytes after the head, so pipelined requests are parsed
-one at a time. This module also determines where the body ends, and refuses any request whose body length is
-ambiguous.
+end and then parsed as a whole. The parser never sees bytes after the head, so pipelined requests are parsed
+one at a time. This module also determines where the body ends and refuses any request with an ambiguous body
+length.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HeadReader:
         return len(self._collected)
 
     def feed(self, data: bytearray) -> RequestHead | None:
-        """Move the head's bytes from `data` to the reader, and return the head once it is complete. Raises
+        """Move the head's bytes from `data` to the reader and return the head once it is complete. Raises
         RequestError as soon as the head is known to be too long or malformed."""
         collected = self._collected
         before = len(collected)

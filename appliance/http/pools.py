@@ -1,4 +1,4 @@
-"""Limits the number of connections, and chooses which one to close when a new connection needs a place."""
+"""Limits the number of connections and chooses which one to close when there is no room for a new one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""Each tenant must leave 1 / `OTHERS_SHARE` of the places free for other tenants."""
+"""Each tenant must leave 1 / `OTHERS_SHARE` of a pool free for other tenants."""
 
 
 class Occupant(Protocol):
@@ -20,7 +20,7 @@ class Pool:
 
     A connection without a complete request is *waiting*. If there is no room for a new connection, the pool
     closes the longest-waiting connection of the source with the most waiting connections. A connection may
-    belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
+    belong to a tenant. A pool holds at most `max_per_tenant` connections of the same tenant.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class Pool:
 
     @property
     def max_per_tenant(self) -> int:
-        """Maximum number of places for one tenant's connections."""
+        """Maximum number of connections per tenant."""
         return max(self.limit - self.limit // OTHERS_SHARE, 1)
 
     def add(self, connection: Occupant, tenant: str = "", source: str = "") -> bool:
-        """Give the connection a place in the pool. If no place is free, close a waiting connection first.
-        Return False if all places, or all of the tenant's places, belong to connections with requests in
-        progress. `source` identifies the connection's origin. If it is empty for all connections, the
-        longest-waiting one is closed.
+        """Add the connection to the pool. If the pool is full, close a waiting connection first. Return False
+        if the pool, or the tenant's share of it, is full of connections with requests in progress. `source`
+        identifies the connection's origin. If it is empty for all connections, the longest-waiting one is
+        closed.
         """
         if not self._make_space_of(tenant) or not self.make_space(1):
             return False
@@ -74,8 +74,8 @@ class Pool:
         return True
 
     def make_space(self, places: int = 0) -> bool:
-        """Close waiting connections until this many places are free. Return False if there are too few
-        waiting connections."""
+        """Close waiting connections until there is room for this many new ones. Return False if there are too
+        few waiting connections."""
         while len(self._members) + places > self.limit:
             oldest = self._oldest_of_largest_source()
             if oldest is None:
@@ -84,7 +84,7 @@ class Pool:
         return True
 
     def remove(self, connection: Occupant) -> None:
-        """Free the connection's place."""
+        """Remove the connection from the pool."""
         if connection in self._members:
             self._leave_tenant(connection)
             del self._members[connection]
@@ -112,8 +112,8 @@ class Pool:
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_space_of(self, tenant: str) -> bool:
-        """Close the tenant's waiting connections, longest-waiting first, until the tenant has a free place.
-        Return False if too few of its connections are waiting."""
+        """Close the tenant's waiting connections, longest-waiting first, until the tenant has room for a new
+        one. Return False if too few of its connections are waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

@@ -27,12 +27,12 @@ READ_BYTES = 64 << 10
 
 
 class HttpServer:
-    """Serves one ASGI application on the running event loop. Each connection has a place in one of two pools:
-    one for known clients and one for all others. A client is known if `known` returns True for its peer, or
-    if one of the connection's requests had a valid key. The pool for unknown clients is small, has short time
-    limits, and never takes places from the pool for known clients. `tenant_of` returns a request's tenant,
-    based on its headers and state, or an empty string if it has no valid identity. The function may add
-    entries to the state. Tenants take turns (`Turns`).
+    """Serves one ASGI application on the running event loop. Each connection is in one of two pools: one for
+    known clients and one for all others. A client is known if `known` returns True for its peer, or if one of
+    the connection's requests had a valid key. The pool for unknown clients is small, has short time limits,
+    and never takes room away from the pool for known clients. `tenant_of` returns a request's tenant, based
+    on its headers and state, or an empty string if it has no valid identity. The function may add entries to
+    the state. Tenants take turns (`Turns`).
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class HttpServer:
     # ── called by `Connection` ──
 
     def admit(self, connection: Connection, peer: Peer) -> bool:
-        """Give a new connection a place in a pool. Return False if the pool is full."""
+        """Add a new connection to a pool. Return False if the pool is full."""
         known = self._known(peer)
         if known and self.known_pool.add(connection, source=peer.source):
             connection.pool, connection.authenticated = self.known_pool, True
@@ -190,7 +190,7 @@ class HttpServer:
         return False
 
     def forget(self, connection: Connection) -> None:
-        """Free a closed connection's place."""
+        """Remove a closed connection from its pool."""
         self._connections.discard(connection)
         self._congested.pop(connection, None)
         self.request_memory.hold(connection, 0)

@@ -1,4 +1,4 @@
-"""Spreads client work over several event loop iterations, and divides the event loop's time fairly between
+"""Spreads client work over several event loop iterations and divides the event loop's time fairly between
 clients."""
 
 from __future__ import annotations

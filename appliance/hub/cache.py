@@ -59,7 +59,7 @@ class RepositoryCache:
         if needed_bytes + RESERVE_BYTES > free:
             raise HubError(
                 f"{self._repository} needs {_exact(needed_bytes)} on the disk that holds {self.root}, but "
-                f"only {_exact(free)} are free, of which {of_bytes(RESERVE_BYTES)} must stay free: free up "
+                f"only {_exact(free)} are free, of which {of_bytes(RESERVE_BYTES)} are reserved: free up "
                 "disk space, or choose a folder on another disk with --cache-dir"
             )
 

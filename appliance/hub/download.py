@@ -1,8 +1,8 @@
 """Downloads files into a hub cache. Receives several files concurrently, resumes interrupted downloads, and
 verifies checksums.
 
-huggingface_hub removes a partial file when a download fails, and does not verify checksums. This module
-therefore uses only the library's HTTP client, and writes the files itself.
+huggingface_hub removes a partial file when a download fails and does not verify checksums. This module
+therefore uses only the library's HTTP client and writes the files itself.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Download:
         """Number of bytes received from the hub."""
 
     def run(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
-        """Download the files not yet in the cache, and show the progress. Raises HubError. Complete and
+        """Download the files not yet in the cache and show the progress. Raises HubError. Complete and
         partial files are kept even after an error, except those with a wrong checksum."""
         missing = [file for file in files if not self._cache.blob(file).exists()]
         total = sum(file.size for file in missing)
@@ -156,7 +156,7 @@ class Download:
             self._check()
 
     def _receive(self, file: RemoteFile, partial: _Partial) -> None:
-        """Receive the rest of a file, until it ends or an error occurs."""
+        """Receive the rest of a file, until the file ends or an error occurs."""
         url = hf_hub_url(
             self._listing.reference.repository,
             file.path,
@@ -231,7 +231,7 @@ class _Partial:
             rest = rest[written:]
 
     def restart(self) -> int:
-        """Empty the file, and return how many bytes it contained."""
+        """Empty the file and return how many bytes it contained before."""
         former = self.size
         os.ftruncate(self._descriptor, 0)
         self.size = 0

@@ -1,4 +1,4 @@
-"""Lists a hub repository's files, and selects those that this product can read."""
+"""Lists a hub repository's files and selects those that this product can read."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def list_files(hub: Hub, reference: Reference) -> Listing:
         raise HubError(str(error)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise HubError(
-            f"{hub.endpoint} does not answer like a Hugging Face hub ({error!r:.200}): check $HF_ENDPOINT"
+            f"{hub.endpoint} does not behave like a Hugging Face hub ({error!r:.200}): check $HF_ENDPOINT"
         ) from error
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
         raise HubError(

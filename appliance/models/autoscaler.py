@@ -125,7 +125,7 @@ class Autoscaler:
             return None
         target_s, late_s = rules.ttft_target_s, _LATE_SHARE * rules.ttft_target_s
         if load.wait_s > late_s:
-            reason = f"requests wait {load.wait_s:.1f} s, and the TTFT target is {target_s:g} s"
+            reason = f"requests wait {load.wait_s:.1f} s, but the TTFT target is {target_s:g} s"
         elif (load.ttft_s or 0.0) > late_s and load.demand >= _LATE_USE * load.replicas:
             reason = f"the p99 TTFT is {load.ttft_s:.1f} s, and the target is {target_s:g} s"
         else:

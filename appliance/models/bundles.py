@@ -1,4 +1,4 @@
-"""Groups models that must be loaded together into bundles, and describes the state of each bundle.
+"""Forms bundles of models that must be loaded together, and describes the state of each bundle.
 `appliance.models.residency` uses these descriptions to decide which bundles to load and unload."""
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ class Bundles:
         return 0 if settings is None else (await self._manager.shortage_of(unit, settings)).bytes
 
     async def measure(self, bundles: list[Bundle], wanted: str) -> list[Bundle]:
-        """Return copies of the bundles in which `memory_bytes` is the memory that unloading the bundle would
-        make available to the `wanted` model. The memory of models on the CPU is predicted."""
+        """Return the bundles, each with `memory_bytes` set to the memory that unloading it would make
+        available to the `wanted` model. The memory of models on the CPU is predicted."""
         settings = {
             unit: one
             for bundle in bundles

@@ -30,7 +30,7 @@ LIMITS_REMEDY = (
 
 
 class ReplicaLimits(NamedTuple):
-    """One replica's limits. Each applies to all of its ranks combined."""
+    """One replica's limits. Each limit applies to all of the replica's ranks combined."""
 
     cpus: float | None = None
     """CPU time per second, as a number of CPUs."""
@@ -60,8 +60,8 @@ class ReplicaCgroups:
         """The service's own cgroup, or None until its controllers have been enabled for its children."""
 
     def limit(self, replica: str, pids: Iterable[int], limits: ReplicaLimits) -> str:
-        """Apply limits to a replica's processes. If this is impossible, return the reason, and let them run
-        without limits."""
+        """Apply limits to a replica's processes. If this is impossible, return the reason and let the
+        processes run without limits."""
         if limits == ReplicaLimits():
             return ""
         try:
@@ -102,7 +102,7 @@ class ReplicaCgroups:
                 (self._base / _name(replica)).rmdir()
 
     def _pass_on(self) -> Path:
-        """Enable the controllers of the service's own cgroup for its children, and return the cgroup. Raises
+        """Enable the controllers of the service's own cgroup for its children and return the cgroup. Raises
         OSError or _NotPossibleError."""
         base = self._find()
         controllers = (base / "cgroup.controllers").read_text().split()

@@ -14,8 +14,8 @@ _MAX_GROWTH = 2.0
 """The trend's prediction is capped at this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
-"""The prediction also considers the demand of the previous day, from the current time of day until this many
-seconds after the predicted time of day."""
+"""The prediction also considers yesterday's demand, from the current time of day until this many seconds
+after the time of day for which the prediction is made."""
 
 
 class Demand(NamedTuple):
@@ -34,7 +34,7 @@ class DemandForecast:
         self._recent: deque[tuple[float, float]] = deque()
         """(time, demand) pairs from the last `_TREND_S` seconds."""
         self._minutes: dict[int, float] = {}
-        """Highest mean demand in each minute of the last day, by minute of the monotonic clock."""
+        """Peak of the mean demand in each minute of the last day, keyed by monotonic-clock minute."""
 
     def add(self, now: float, demand: float) -> None:
         """Add the current demand. Call this about once a second, at regular intervals."""

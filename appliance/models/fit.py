@@ -192,7 +192,7 @@ def shortage_beside(
     """Return how much memory is missing to run `count` more replicas with these settings alongside the
     running replicas. On GPUs, only one replica is checked, because each additional one gets different GPUs.
 
-    - `chosen`: the GPUs that the replica would use, by default the first ones.
+    - `chosen`: the GPUs that the replica would use, by default the first GPUs.
     - `others`: the settings of each running replica.
     - `limit_bytes`: the maximum total memory of all replicas on the CPU, if there is a limit.
 

@@ -32,7 +32,7 @@ async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu
         )
     except TimeoutError:
         return (
-            f"its processes were stopped, but the GPU driver did not answer within {_CHECKED_WITHIN_S:g} s, "
+            f"its processes were stopped, but the GPU driver did not respond within {_CHECKED_WITHIN_S:g} s, "
             "so it is not known whether their memory was freed: check the GPUs with nvidia-smi"
         )
     except Exception as error:
@@ -65,16 +65,16 @@ def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
     if remaining := _members(pids):
         processes = ", ".join(f"{pid} (state {state})" for pid, state in remaining.items())
         return (
-            f"its memory was not freed, because these processes still exist although they were killed: "
-            f"{processes}: a process in state D waits for a device or a disk, so check the kernel's log "
-            "(dmesg) for device and disk errors; if the process never ends, restart the machine"
+            f"its memory was not freed, because these processes were killed but still exist: {processes}. "
+            "A process in state D is waiting for a device or disk, so check the kernel log (dmesg) for "
+            "device and disk errors. If a process never exits, restart the machine"
         )
     for number, listed in processes_on_gpus().items() if pids else ():
         if held := sorted(set(pids) & set(listed)):
             return (
                 f"the memory of GPU {number} was not freed: the driver still lists process {held[0]}, "
-                "which has ended: check the GPU with nvidia-smi and the kernel's log (dmesg); if the process "
-                "stays in the list, restart the machine"
+                "although it has ended. Check the GPU with nvidia-smi, and check the kernel log (dmesg). If "
+                "the process stays in the list, restart the machine"
             )
     return ""
 

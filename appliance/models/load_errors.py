@@ -15,7 +15,7 @@ class MemoryShortageError(LoadError):
 
 def not_loaded(unit: str) -> LoadError:
     """Return the error for an operation that requires a loaded model."""
-    return LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
+    return LoadError(f"{unit} is not loaded; load it first with: appliance models load {unit}")
 
 
 async def outcome(task: asyncio.Task[None], unit: str) -> None:

@@ -102,7 +102,7 @@ class ModelManager:
         checks = StartChecks(preflight, files_check)
         self._factory = ReplicaFactory(settings, self.connections, self._placement, checks, launch)
         self.sleeping = UnitSleep(self.of, self.connections.update, publish)
-        """Puts all of a model's replicas to sleep, and wakes them."""
+        """Puts all of a model's replicas to sleep or wakes them."""
         self.retirements = ReplicaRetirements(
             self.replicas,
             self._parked,
@@ -151,7 +151,7 @@ class ModelManager:
         await asyncio.gather(*(replica.stop(STOP_S) for replica in self.replicas))
 
     def check(self) -> None:
-        """Kill hung replicas, and add and remove replicas as the load requires. Call this a few times per
+        """Kill hung replicas, and add or remove replicas as the load requires. Call this a few times per
         second."""
         for replica in self.replicas:
             replica.check()
@@ -290,7 +290,7 @@ class ModelManager:
 
     async def end_sleep(self, unit: str) -> None:
         """If the model is parked and asleep, stop its replicas and wait until they have stopped. The model
-        stays parked, and can then be loaded on different GPUs."""
+        stays parked and can then be loaded on different GPUs."""
         if self.is_parked_asleep(unit):
             log.info("unloading %s: its GPUs do not have enough memory to wake it", unit)
             self.park(unit)
@@ -368,7 +368,7 @@ class ModelManager:
 
     @property
     def load_timeout_s(self) -> float:
-        """Time limit in seconds for checking a model's files, and for a load without progress."""
+        """Time limit in seconds for checking a model's files, and for a load that makes no progress."""
         return self._settings().load_timeout_s
 
     def finished(self, unit: str) -> bool:

@@ -128,13 +128,13 @@ class OnDemand:
         await outcome(task, unit)
 
     def is_loading(self, unit: str) -> bool:
-        """Return whether an operator's command is loading the model, even if it is still waiting for a
-        different model's load."""
+        """Return whether an operator's command is loading the model or is waiting to do so until a different
+        model has been loaded."""
         return unit in self._loads
 
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
-        """Unload a version as `ModelOperations.unload` does. If it is being loaded, cancel the load, even if
-        it is still waiting for a different version's load."""
+        """Unload a version as `ModelOperations.unload` does. If the version is being loaded or is waiting for
+        a different version to be loaded first, cancel the load."""
         if (task := self._loads.get(unit_name(record.model, record.version))) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -179,9 +179,9 @@ class OnDemand:
     # ── requests ──
 
     def wanted(self, name: str) -> None:
-        """Start accepting requests for a version that is asleep or not loaded, because some are waiting in a
-        front. Fronts call this repeatedly while requests wait, so a call may be ignored while an operation is
-        in progress."""
+        """Start accepting requests for a version that is asleep or not loaded, because requests for it are
+        waiting in a front. Fronts call this repeatedly while requests are waiting, so a call may be ignored
+        while an operation is in progress."""
         target = self._routing.target_of(name)
         if target is None:
             return

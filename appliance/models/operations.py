@@ -131,8 +131,8 @@ class ModelOperations:
         return unit in self._loads
 
     async def load(self, record: VersionRecord) -> None:
-        """Load a version, and return when every front can send requests to it. If it is its model's default
-        version or a target of the model's split, requests for the model wait during the load, unless another
+        """Load a version and return when every front can send requests to it. If the version is its model's
+        default or a target of the model's split, requests for the model wait during the load, unless another
         target can answer them. If the version is already being loaded, wait for that load. If it is asleep,
         wake it. Raises LoadError."""
         unit = unit_name(record.model, record.version)
@@ -216,7 +216,7 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def _start(self, unit: str, record: VersionRecord, settings: ModelSettings) -> None:
-        """Start the version's replicas, and wait until they and the fronts are ready. Raises LoadError."""
+        """Start the version's replicas and wait until they and the fronts are ready. Raises LoadError."""
         served = await self._described(unit, record, settings)
         await self._check_memory(unit, settings)
         self._manager.load(served, settings)
@@ -224,7 +224,7 @@ class ModelOperations:
         await self._fronts_ready(unit)
 
     async def _described(self, unit: str, record: VersionRecord, settings: ModelSettings) -> ServedModel:
-        """Compare a version's files with the manifest, and return the version's description for the fronts.
+        """Compare a version's files with the manifest and return the version's description for the fronts.
         Raises LoadError."""
         await self._check_files(record)
         limit_s = self._manager.load_timeout_s
@@ -260,7 +260,7 @@ class ModelOperations:
         """Wait until every front has read the version's tokenizer. Raises LoadError."""
         in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
         if reason := self._fronts.problem_with(unit):
-            raise LoadError(f"{unit} could not be loaded by {reason}")
+            raise LoadError(f"{unit} could not be loaded: {reason}")
         if not in_time:
             raise LoadError(f"the front processes did not read {unit}'s tokenizer in {_FRONTS_WITHIN_S:g} s")
 
@@ -290,7 +290,7 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def load_declared(self, unit: str) -> None:
-        """Load an optional model from the settings, and return when it is ready. Raises LoadError."""
+        """Load an optional model from the settings and return when it is ready. Raises LoadError."""
         settings = self._manager.settings_of(unit)
         if settings is not None and self._manager.is_parked(unit):
             await self._check_memory(unit, settings)
@@ -304,8 +304,8 @@ class ModelOperations:
 
     async def bring_back(self, unit: str) -> None:
         """Load or wake a model that accepts requests without being loaded. If this fails, raise LoadError and
-        leave the model unloaded, without sleeping replicas. Replicas that are waiting for the files of a
-        model in the settings to be corrected keep waiting."""
+        leave the model unloaded, without sleeping replicas. However, if the model is in the settings and its
+        replicas are waiting for its files to be corrected, they keep waiting."""
         record = self.registry.current.versions.get(version_key(unit))
         async with self._one_at_a_time:
             try:
@@ -346,7 +346,7 @@ class ModelOperations:
         await self._store_loaded(record, False)
 
     def begin_unload(self, unit: str, record: VersionRecord, grace_s: float) -> asyncio.Task[None]:
-        """Stop routing requests to a usable version, and return a task that unloads the version."""
+        """Stop routing requests to a usable version and return a task that unloads the version."""
         self._routing.usable.discard(unit)
         self.draining.add(unit)
         task = asyncio.get_running_loop().create_task(self._drain(unit, record, grace_s))
@@ -434,7 +434,7 @@ class ModelOperations:
         log.info("%s is asleep", unit)
 
     async def wake(self, record: VersionRecord) -> None:
-        """Restore a sleeping version's memory, and return when every front can send requests to it. A version
+        """Restore a sleeping version's memory and return when every front can send requests to it. A version
         that is going to sleep is kept awake. Raises MemoryShortageError if there is not enough memory, and
         LoadError for other problems. If waking fails, the version stays asleep."""
         unit = unit_name(record.model, record.version)
@@ -443,7 +443,7 @@ class ModelOperations:
         if unit in self._routing.usable and not self._manager.is_parked(unit):
             return
         if unit not in self.asleep:
-            raise LoadError(f"{unit} is not asleep: load it with: appliance models load {unit}")
+            raise LoadError(f"{unit} is not asleep; load it with: appliance models load {unit}")
         await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(unit, record)), record)
 
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:

@@ -36,7 +36,7 @@ def check_files_here(models: Mapping[str, ModelSettings]) -> Findings:
 
 
 def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
-    """Run all checks of the models in a separate process, and wait for the result. If the process does not
+    """Run all checks of the models in a separate process and wait for the result. If the process does not
     finish in time or returns no result, report a problem for every model."""
     if not models:
         return {}
@@ -47,7 +47,7 @@ def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
         description = f"the model's files could not be checked within {_TIMEOUT_S:g} s"
         remedy = "check that the model's disk responds"
     except (OSError, subprocess.CalledProcessError, msgspec.MsgspecError) as error:
-        description, remedy = f"checking the model's files failed: {error}", "see the log for the cause"
+        description, remedy = f"could not check the model's files: {error}", "see the log for the cause"
     return {name: [ModelFinding(level="problem", text=description, remedy=remedy)] for name in models}
 
 
@@ -70,7 +70,7 @@ MODEL_CHECKS = ModelChecks()
 
 
 def main() -> None:
-    """Check the models read from standard input, and print the findings as JSON."""
+    """Check the models read from standard input and print the findings as JSON."""
     models = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, ModelSettings])
     memory, reader = read_memory(), this_process()
     findings = {name: check_model(model, memory, reader) for name, model in models.items()}

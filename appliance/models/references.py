@@ -23,7 +23,7 @@ def stored_registry(state_dir: str) -> Registry:
 
 
 def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
-    """Return a fault for each fallback in the settings that is not the name of another model or an alias."""
+    """Return a fault for each fallback in the settings that is neither another model's name nor an alias."""
     models = loaded.settings.models
     known = {*models, *registry.models, *registry.aliases}
     faults = []

@@ -396,7 +396,7 @@ class Replica:
         self._background.run(self._start_unless(self._checks.find_change))
 
     def _check_files(self) -> None:
-        """Check the model's files after a failure, and start the replica if no problem is found."""
+        """Check the model's files after a failure and start the replica if no problem is found."""
         self._background.run(self._start_unless(self._checks.find_problem))
 
     async def _start_unless(self, check: Callable[[str, ModelSettings, float], Awaitable[str]]) -> None:

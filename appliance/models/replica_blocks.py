@@ -50,7 +50,7 @@ class BlockUseReader:
         return self._latest
 
     def received(self, message: BlockUse) -> None:
-        """Store the replica's answer, and pass it to the waiting callers."""
+        """Store the replica's answer and pass it to the waiting callers."""
         self._latest, self._at = message, time.monotonic()
         self._end(message)
 

@@ -17,7 +17,7 @@ from appliance.settings import ModelSettings, Settings
 
 
 class ReplicaFactory:
-    """Creates replicas, and numbers them separately for each model."""
+    """Creates replicas and numbers them separately for each model."""
 
     def __init__(
         self,

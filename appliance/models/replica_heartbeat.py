@@ -29,8 +29,8 @@ class ReplicaHeartbeat:
         return time.monotonic() - self._latest_at
 
     def hang_limit_s(self, timeout_s: float) -> float:
-        """Return after how many seconds without a message the replica is killed: `timeout_s`, or more if it
-        has announced a longer step."""
+        """Return the number of seconds without a message after which the replica is killed: `timeout_s`, or
+        more if the replica has announced a longer step."""
         return max(timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     def start(self) -> None:

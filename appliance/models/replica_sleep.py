@@ -11,7 +11,7 @@ from engine.rank_messages import MemoryChanged
 
 
 class ReplicaSleep:
-    """Puts a replica's processes to sleep, and wakes them. All methods must be called on the event loop
+    """Puts a replica's processes to sleep or wakes them. All methods must be called on the event loop
     thread."""
 
     def __init__(self) -> None:

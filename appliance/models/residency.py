@@ -6,9 +6,9 @@ for the first waiting model, other models are evicted: first idle models, starti
 used, then sleeping models, then models with requests. An evicted model is put to sleep or unloaded; a model
 that is already asleep is unloaded. A model stays in memory for at least `min_residence_s` after it began to
 load or wake, unless the first waiting model has already waited for `min_residence_s` plus `DRAIN_S`. In any
-case, it stays for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the first
-waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to finish;
-any that have not finished by then continue when their model is reloaded.
+case, a model stays for at least `MIN_SERVICE_S` after becoming ready. A model with requests stays until the
+first waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to
+finish; any that have not finished by then continue when their model is reloaded.
 
 If two models compete for memory that can hold only one, they are swapped at most once every
 `min_residence_s`. A request waits for at most `min_residence_s` (or the load time plus `MIN_SERVICE_S`, if
@@ -26,7 +26,7 @@ DRAIN_S = 5.0
 """How long running requests have to finish before their model is unloaded. Requests that take longer continue
 when the model is reloaded."""
 MIN_SERVICE_S = 1.0
-"""How long a model answers requests after becoming ready, even if loading it took longer than
+"""Minimum time for which a model answers requests after becoming ready, even if loading it took longer than
 `min_residence_s`."""
 
 

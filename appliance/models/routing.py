@@ -1,4 +1,4 @@
-"""Maps the names that applications can use to the units that answer requests for them. A unit is what is
+"""Maps each name used by applications to the units that answer requests for that name. A unit is what is
 loaded as a whole: a model in the settings, named after the model, or a version of a registered model, named
 NAME@VERSION. The name of a registered model resolves to its default version. An alias resolves to a model or
 to one of its versions. A split distributes the requests for a name over several units.
@@ -140,7 +140,7 @@ class Routing:
         )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
-        """Return the route of a name whose requests are split between several targets. Targets that are
+        """Return the route of a name with requests that are split among several targets. Targets that are
         unloaded or have failed are left out."""
         arms = [
             Arm(unit, weight, target)

@@ -1,7 +1,7 @@
 """Starts, stops and replaces the replicas of each model, one by one, until they match the settings. A replica
 that already has the target settings stays, and a missing one is started. A replica with different settings
-serves until its successor is ready, if there is enough memory for both. Otherwise the old replica is stopped
-first, and its requests continue on its successor.
+keeps serving until its successor is ready, if there is enough memory for both. Otherwise, the old replica is
+stopped first, and its requests continue on its successor.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class UnitChanges:
 
         - `parked` holds the parked models.
         - `new_replica` adds a replica to a model without starting it.
-        - `remove` stops serving a model, and stops its replicas.
+        - `remove` stops serving a model and stops its replicas.
         - `note` reports a problem to the operator.
         """
         self.given_up: set[str] = set()
@@ -174,8 +174,8 @@ class UnitChanges:
         loaded."""
         if len(current) < self._scaling.count(old.model, wanted):
             if refusal := await self._units.shortage_beside(wanted):
-                log.warning("stopping %s before its replacement loads: %s", old.name, refusal)
-                self._note(old.name, f"stopped before its replacement loaded: {refusal}")
+                log.warning("stopping %s before loading its replacement: %s", old.name, refusal)
+                self._note(old.name, f"stopped before its replacement was loaded: {refusal}")
                 await self._retirements.retire(old)
                 return True
             new = self._new_replica(old.model, wanted)
@@ -207,7 +207,7 @@ class UnitChanges:
             await asyncio.gather(*(self._retirements.retire(replica) for replica in replicas))
 
     async def _uninterrupted(self, unit: str, change: Coroutine[Any, Any, None]) -> None:
-        """Put a model's replicas to sleep, or wake them. A later change to the model waits for this to
+        """Put a model's replicas to sleep or wake them. A later change to the model waits for this to
         finish."""
         task = self._sleep_tasks[unit] = asyncio.get_running_loop().create_task(change)
         task.add_done_callback(lambda _: self._sleep_tasks.pop(unit, None))
@@ -226,9 +226,9 @@ class UnitChanges:
         await wait_until(lambda: not occupied(), 0.0 if parked is None else parked.drain_left_s)
         problem = "its requests did not finish in time" if occupied() else await self._sleeping.sleep(unit)
         if problem:
-            log.info("%s does not sleep: %s", unit, problem)
+            log.info("%s stays awake: %s", unit, problem)
         else:
-            log.info("%s is asleep; its next request wakes it", unit)
+            log.info("%s is asleep; its next request will wake it", unit)
 
     async def _wake(self, unit: str) -> None:
         """Wake a model's replicas. If they cannot be woken, stop them, so that the model is reloaded."""

@@ -1,4 +1,4 @@
-"""Puts all of a model's replicas to sleep and wakes them again on request."""
+"""Puts all of a model's replicas to sleep or wakes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class UnitSleep:
-    """Puts models' replicas to sleep, and wakes them. All methods must be called on the event loop thread."""
+    """Puts models' replicas to sleep or wakes them. All methods must be called on the event loop thread."""
 
     def __init__(
         self,

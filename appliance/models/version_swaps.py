@@ -49,8 +49,8 @@ class VersionSwaps:
     ) -> None:
         """Make `wanted` its model's default version. When this method returns, every new request goes to the
         new version. If the model is not loaded, the new version is not loaded either. `commit` stores the
-        change. The previous version has `grace_s` seconds to finish its requests. Raises LoadError, and
-        passes on errors from `commit`. If this method raises, the previous version is still the default."""
+        change. The previous version has `grace_s` seconds to finish its requests. Raises LoadError and passes
+        on errors from `commit`. If this method raises, the previous version is still the default."""
         name = wanted.model
         if name in self._swapping:
             raise LoadError(

@@ -1,1 +1,1 @@
-"""Checks the server and the service (`doctor`), and exports metrics."""
+"""Checks the server and the service (`doctor`) and exports metrics."""

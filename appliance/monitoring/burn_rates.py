@@ -39,8 +39,8 @@ class BurnRates:
         self._uses = found
 
     def exhausted_in_s(self, at: float, tenant: str, limits: Iterable[LimitUsage]) -> float | None:
-        """Return in how many seconds the first of a tenant's limits will be exhausted if usage keeps growing
-        as in the last minute, or None if it is not growing."""
+        """Return the number of seconds until the first of a tenant's limits will be exhausted if usage keeps
+        growing at the last minute's rate, or None if it is not growing."""
         times = [self._time_left(at, tenant, limit) for limit in limits]
         return min((one for one in times if one is not None), default=None)
 

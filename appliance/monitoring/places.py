@@ -18,7 +18,8 @@ from appliance.ownership import UntrustedError
 from appliance.quantities import of_bytes
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Maximum length of a socket path. On Linux, `sun_path` holds 108 bytes, including the terminating zero."""
+"""Maximum length of a socket path, in bytes. On Linux, `sun_path` holds 108 bytes, including the terminating
+zero."""
 _LITTLE_DISK_BYTES = 1 << 30
 _NO_DISK_BYTES = 64 << 20
 _SOCKETS = ("api.sock", "admin.sock")
@@ -216,7 +217,8 @@ def _disk(state_dir: Path) -> Finding:
         subject="disk",
         level="problem" if usage.free < _NO_DISK_BYTES else "warning",
         text=text,
-        remedy="free disk space: on a full disk, requests are served, but their log rows wait in memory",
+        remedy="free up disk space: while the disk is full, requests are served, but their log rows wait in "
+        "memory",
     )
 
 

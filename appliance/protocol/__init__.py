@@ -189,7 +189,7 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     max_model_len: int = 0
     queued: int = 0
     drain_eta_s: float | None = None
-    """Predicted time in seconds until all unfinished requests finish if no more are accepted, based on
+    """Predicted time in seconds until all unfinished requests have finished if no more are accepted, based on
     measured rates. Null if there are unfinished requests but no measurements."""
     fallback: str = ""
     """Name of the model that answers requests while this model cannot, for keys that allow a fallback. Empty
@@ -297,8 +297,8 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Capacity used and not yet refilled, including the maximum that running requests may use."""
     held: int
     """Amount reserved by unfinished requests. When a request finishes, the amount it did not use is returned.
-    If the limit was full in the meantime, less is returned. `held` can exceed `used`, because refilling
-    reduces `used` but not `held`."""
+    Less is returned if the limit has refilled completely in the meantime. `held` can exceed `used`, because
+    refilling reduces `used` but not `held`."""
     resets_in_s: float | None
     """Time in seconds until the full limit is available again if nothing more is used. None for limits
     that do not refill over time, but are freed when requests finish."""

@@ -155,7 +155,7 @@ class GroupSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
 
 
 class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Loads models on their first request, and unloads other models to make room for them."""
+    """Loads models on their first request and unloads other models to make room for them."""
 
     memory_gb: PositiveGigabytes | None = None
     """Total host memory in GB (10^9 bytes) that models on the CPU may use, as predicted by `appliance models
@@ -166,9 +166,9 @@ class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     it. When the limit is reached, the least recently used sleeping models are unloaded. The memory is
     page-locked. 0 disables sleeping: models are always unloaded."""
     min_residence_s: Seconds = 10.0
-    """A model is not evicted within this many seconds of the start of loading. A busy model may be evicted
-    only after requests for another model have waited this long. Once they have waited 5 s longer, any model
-    may be evicted."""
+    """A model is normally not evicted within this many seconds of the start of loading. A busy model may be
+    evicted only after requests for another model have waited this long. Once those requests have waited 5 s
+    longer, even recently loaded models may be evicted."""
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):

@@ -35,7 +35,7 @@ def test_a_process_that_survives_an_unload_is_named_until_the_model_is_loaded_ag
     try:
         unloaded = service.admin.act(UnloadModel(model="late", wait=True))
         assert unloaded.state == "available"
-        assert f"still exist although they were killed: {child} (state S)" in unloaded.detail
+        assert f"were killed but still exist: {child} (state S)" in unloaded.detail
         assert any(f"{child} (state S)" in one.description for one in service.admin.status().problems)
     finally:
         os.kill(child, signal.SIGKILL)

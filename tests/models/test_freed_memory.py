@@ -43,7 +43,7 @@ def test_processes_that_still_exist_are_named(rank: subprocess.Popen[str]) -> No
     assert f"{rank.pid} (state " in reason and f"{child} (state " in reason
     rank.kill()
     rank.wait()
-    assert f"still exist although they were killed: {child} (state " in held_reason([rank.pid], 0.0)
+    assert f"were killed but still exist: {child} (state " in held_reason([rank.pid], 0.0)
     os.kill(child, signal.SIGKILL)
     assert held_reason([rank.pid], 60.0) == ""
 
@@ -104,7 +104,7 @@ def test_a_check_that_hangs_or_fails_ends_with_a_message(monkeypatch: pytest.Mon
 
     async def scenario() -> None:
         async with asyncio.timeout(60):
-            assert "the GPU driver did not answer within 0.05 s" in await find_held([ended.pid], hangs)
+            assert "the GPU driver did not respond within 0.05 s" in await find_held([ended.pid], hangs)
             monkeypatch.setattr("appliance.models.freed_memory._CHECKED_WITHIN_S", 60.0)
             reason = await find_held([ended.pid], fails)
             assert "not known whether their memory was freed: the driver was removed" in reason

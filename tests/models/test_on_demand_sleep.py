@@ -46,7 +46,7 @@ def test_a_command_keeps_a_version_asleep_that_sleeps_without_one(tmp_path: Path
         assert site.routing.unit_of("chat") == "chat@1"
         assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1"]
         site.manager.park("chat@1")
-        with pytest.raises(LoadError, match="chat@1 is not loaded: load it first"):
+        with pytest.raises(LoadError, match="chat@1 is not loaded; load it first"):
             await site.operations.sleep(version, 60.0)
 
     play(site, scenario)
@@ -60,7 +60,7 @@ def test_a_version_that_was_unloaded_without_a_command_cannot_be_woken(tmp_path:
         await site.operations.load(version)
         await site.operations.wake(version)  # it is awake
         site.manager.park("chat@1")
-        with pytest.raises(LoadError, match="chat@1 is not asleep: load it with: appliance models load"):
+        with pytest.raises(LoadError, match="chat@1 is not asleep; load it with: appliance models load"):
             await site.operations.wake(version)
         assert site.manager.history == ["load chat@1", "park chat@1"]
 

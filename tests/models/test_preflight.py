@@ -295,7 +295,7 @@ def test_a_separate_process_finds_the_same_problems(model: Path) -> None:
 def test_a_check_whose_process_dies_is_a_problem_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.launch.module_command", lambda module: ["false"])
     found = check_apart({"m": ModelSettings(folder="/")})
-    assert "checking the model's files failed" in str(problem_of(found["m"]))
+    assert "could not check the model's files" in str(problem_of(found["m"]))
     monkeypatch.setattr("engine.launch.module_command", lambda module: ["sleep", "60"])
     monkeypatch.setattr("appliance.models.preflight_process._TIMEOUT_S", 0.2)
     found = check_apart({"m": ModelSettings(folder="/")})

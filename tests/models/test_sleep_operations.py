@@ -120,9 +120,9 @@ def test_loading_a_sleeping_version_wakes_it_and_unloading_it_ends_it(world: Wor
         assert world.manager.history == [
             *("load chat@1", "sleep chat@1", "wake chat@1", "sleep chat@1", "unload chat@1"),
         ]
-        with pytest.raises(LoadError, match="chat@1 is not asleep: load it with"):
+        with pytest.raises(LoadError, match="chat@1 is not asleep; load it with"):
             await world.operations.wake(world.version(1))
-        with pytest.raises(LoadError, match="chat@1 is not loaded: load it first"):
+        with pytest.raises(LoadError, match="chat@1 is not loaded; load it first"):
             await world.operations.sleep(world.version(1), WITHIN_S)
 
     run(scenario)

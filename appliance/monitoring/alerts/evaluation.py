@@ -80,7 +80,7 @@ class Evaluator:
             self._conditions[alert.rule, alert.subject] = condition
 
     def step(self, sample: TelemetrySample) -> list[Transition]:
-        """Evaluate all rules on a sample, and return the resulting changes in alert states."""
+        """Evaluate all rules on a sample and return the resulting changes in alert states."""
         if sample.layout is not self._layout:
             self._layout = sample.layout
             self._selected = [
@@ -180,8 +180,8 @@ class Evaluator:
                     self._widen(root, alert.objects)
 
     def _widen(self, alert: Raised, objects: Scope) -> None:
-        """Remove from an alert's next step the names that do not apply to another alert grouped under it.
-        `objects` are those that the other alert is about."""
+        """Remove from an alert's next step the names that do not also apply to a second alert, which is
+        grouped under the first. `objects` are the objects that the second alert is about."""
         rule, condition = self.rules.get(alert.rule), self._conditions.get((alert.rule, alert.subject))
         if rule is not None and condition is not None:
             alert.remedy = next_step(rule, condition.remedy, alert.objects | objects)

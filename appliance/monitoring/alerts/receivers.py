@@ -20,7 +20,7 @@ from appliance.snapshot import Alert, AlertEvent
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 200
-"""Maximum number of deliveries waiting. Any more are dropped and counted."""
+"""Maximum number of waiting deliveries. If there are more, the newest are dropped and counted."""
 _FIRST_DELAY_S = 1.0
 
 
