@@ -49,7 +49,7 @@ class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Request latencies over all models. A field is None if the service does not report it."""
+    """Request latencies across all models. A field is None if the service does not report it."""
 
     ttft: LatencyPercentiles | None = None
     """Time from a request's arrival to its first token."""
@@ -62,10 +62,10 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters over all models since the service started."""
+    """Totals across all models since the service started."""
 
     prompt_tokens: int | None = None
-    """Prompt tokens in sequences started by replicas."""
+    """Prompt tokens in all sequences that replicas have started."""
     cached_tokens: int | None = None
     """Prompt tokens found in replicas' prefix caches."""
     computed_tokens: int | None = None
@@ -110,14 +110,14 @@ class Queue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's steps in a period of time, called a slice."""
+    """Summary of the steps that one replica ran in a period of time, called a slice."""
 
     model: str
     replica: str
     at: float
     """End of the slice, in unix seconds."""
     span_s: float
-    """Length of the slice, in seconds. The mean values in this struct cover the slice."""
+    """Length of the slice, in seconds. The means in this struct are taken over the slice."""
     step: int
     """Number of the latest step whose tokens have been read."""
     steps: int | None = None
@@ -177,15 +177,15 @@ class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
     states: bytes
     """One byte per block: an index into `BLOCK_STATES`."""
     owners: bytes
-    """Two bytes per block, little-endian: an index into `requests`, or `NO_OWNER`. The owner of a shared
-    block is its first owner."""
+    """Two bytes per block, little-endian: an index into `requests`, or `NO_OWNER`. A shared block is
+    attributed to its first owner."""
     requests: list[str]
     """Ids of the requests that own blocks."""
     tenants: list[str]
     """The tenant of each entry in `requests`."""
     stride: int = 1
-    """Number of blocks that each entry of `states`, `owners` and `ages` represents. The entry describes the
-    first of these blocks."""
+    """Number of blocks represented by each entry in `states`, `owners` and `ages`. Each entry describes the
+    first of its blocks."""
     request_blocks: list[int] = []
     """Number of blocks owned by each request in `requests`."""
     preemptions: list[int] = []
@@ -302,7 +302,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Code of the latest Xid error reported by NVML since the service started, or 0."""
     processes: list[GpuProcess] | None = None
     mig_instances: list[MigInstance] | None = None
-    """The GPU's MIG instances, or null if it is not split. NVML reports no utilization for a split GPU."""
+    """The GPU's MIG instances, or null if the GPU is not split. NVML reports no utilization for a split
+    GPU."""
 
 
 class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -349,7 +350,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     rule: str
-    """Name of the rule, or "problem" for a current problem of the service."""
+    """Name of the rule, or "problem" for a current problem with the service."""
     severity: Severity
     state: AlertState
     where: str
@@ -377,7 +378,7 @@ ProcessState = Literal[ServiceState, FrontState, ReplicaState, ""]
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the service."""
+    """A process that belongs to the service."""
 
     name: str
     """The process's name, such as "core", "front-1" or "demo-1"."""
@@ -449,7 +450,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     audit_recorded_rows: int | None = None
     """Number of audit rows proven unchanged by chain heads recorded outside the database."""
     gpu_error: str = ""
-    """Reason why the GPUs could not be read."""
+    """Reason why the GPUs could not be queried."""
 
 
 def with_blocks(snapshot: Snapshot, blocks: Mapping[str, BlockMap]) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Tracks each replica's longest steps, and the stalls of all replicas. A stall is a step that noticeably
+"""Tracks each replica's longest steps and the stalls on all replicas. A stall is a step that noticeably
 delays decodes."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WINDOW_S = 10.0
 _MAX_STEPS = 64
 _MEAN_STEPS = 32
 """A step is compared with the mean duration of this many recent decode-only steps. A single report may
-contain only one step, whose duration is not representative."""
+contain only one step, and the duration of one step is not representative."""
 
 
 class LongestSteps:
@@ -83,7 +83,7 @@ class StallLog:
 
 
 def merged(known: Iterable[Stall], new: Iterable[Stall]) -> list[Stall]:
-    """Merge new stalls with those already known, and return the most recent ones in chronological order. If a
+    """Merge new stalls with those already known and return the most recent ones in chronological order. If a
     replica has several stalls within a second, only the longest is kept."""
     found = {(one.replica, int(one.at)): one for one in known}
     for one in new:

@@ -86,7 +86,7 @@ class ActionDialog(Dialog[Confirmed | None]):
         earlier: Sequence[str] = (),
         again: Values | None = None,
     ) -> None:
-        """`impact` describes what the action affects, and detects changes to the target. `what_if` forecasts
+        """`impact` describes what the action affects and detects changes to the target. `what_if` forecasts
         the parameters' effect; it is None for actions without a forecast. If the action has several targets,
         `place` is this target's position, such as "2 of 3". `earlier` lists the failures so far. If the
         action failed, `again` contains the values entered, so that the operator can correct them."""
@@ -262,7 +262,7 @@ class ActionDialog(Dialog[Confirmed | None]):
 
     @on(events.DescendantFocus)
     def _explain(self, event: events.DescendantFocus) -> None:
-        """Explain the focused field. Checkboxes always show their explanation beside them."""
+        """Explain the focused field. The explanation of a checkbox is always shown beside it."""
         name = event.widget.id or ""
         explained = _WHAT_IF if name == "what-if" else ""
         field = parameters_of(self._action).get(name.removeprefix("field-"))

@@ -126,7 +126,7 @@ class ActionRunner:
         self._app.push_screen(ChoiceDialog("Choose the drain to end", choices), chosen)
 
     def _may_act(self) -> bool:
-        """Return whether actions are permitted, and show the reason if they are not."""
+        """Return whether actions are permitted. If they are not, show the reason."""
         session = self._app.session
         if not session.context.write:
             session.say(_READ_ONLY if session.past is None else self._past_is_fixed, "warn")

@@ -1,4 +1,4 @@
-"""The console as a Textual application. It shows a session's frames, and passes snapshots and lists to the
+"""The console as a Textual application. It shows a session's frames and passes snapshots and lists to the
 session."""
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class ConsoleApp(App[int]):
             self.push_screen(TextDialog("Keymap not loaded: using the default keys", self._keymap_problems))
 
     async def on_event(self, event: events.Event) -> None:
-        """Finish handling each key before the next one, even if several keys arrive together. Characters
-        after `:` or `/` then go to the command line, and keys after `enter` do not."""
+        """Finish handling each key before handling the next one, even if several keys arrive together.
+        Characters after `:` or `/` then go to the command line, and keys after `enter` do not."""
         if not isinstance(event, events.Key) or event.is_forwarded:
             await super().on_event(event)
             return
@@ -309,7 +309,7 @@ class ConsoleApp(App[int]):
     @work(group="verify", exit_on_error=True)
     async def verify(self, context: Context) -> None:
         """Verify the audit chain, and show the result on the audit screen. The result is stored in `context`,
-        the input of the live screens."""
+        the input to the live screens."""
         context.chain = "verifying the audit chain…"
         self.redraw()
         try:
@@ -391,7 +391,7 @@ class ConsoleApp(App[int]):
 
     def _close_prompt(self, closed: Closed) -> None:
         """Run the submitted command or apply the submitted filter. If a filter was cancelled, restore the
-        previous one."""
+        previous filter."""
         self.frame_widget.screen.set_focus(self.frame_widget)
         self.session.say("")
         view = self.session.view

@@ -32,7 +32,7 @@ WORDS: dict[str, str] = {
 }
 """The console's own commands, with their usage."""
 ALTERNATES = ("finished", "usage", "keys", "silences")
-"""Commands that open screens without a tab. Each command has the name of its screen."""
+"""Commands that open screens without a tab. Each command has the same name as its screen."""
 
 
 Targets = dict[TargetKind, dict[str, str]]

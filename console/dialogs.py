@@ -52,7 +52,7 @@ def show_text(widget: Static, content: Content) -> None:
 
 
 class KeyHint(NamedTuple):
-    """A key and its effect, for a dialog's last line."""
+    """A key and its effect, as shown on a dialog's last line."""
 
     key: str
     does: str
@@ -65,7 +65,7 @@ class ScrollArea(VerticalScroll, can_focus=False):
 
     def __init__(self, resized: Callable[[], None], *, id: str) -> None:
         """`resized` is called once the area has its new size; until then, Textual computes scroll positions
-        from the old one."""
+        from the old size."""
         super().__init__(id=id)
         self._resized = resized
         self.is_scrolled = False

@@ -84,7 +84,7 @@ class _Counters(NamedTuple):
 
 
 class _Prompts(NamedTuple):
-    """Each replica's prompt token count at one time, and how many of these tokens were cached."""
+    """Each replica's prompt token count at one point in time, and how many of these tokens were cached."""
 
     at: float
     tokens: dict[str, tuple[int, int]]

@@ -1,5 +1,5 @@
 """The simulated service's alerts: the built-in alert rules, evaluated on simulated snapshots. The alerts
-begin, end and are worded as in a real service."""
+begin and end as in a real service, and their wording is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolves file names entered by operators, and writes the files to which the console exports tables."""
+"""Resolves file names entered by operators and writes the files to which the console exports tables."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def _term(term: str, fields: Sequence[FilterField], sorted_by: str, now: float) 
 
 
 def _equal(comparison: _Comparison, now: float) -> Callable[[Any], bool]:
-    """Return a function that tests whether a row matches an equality term. It does if its value equals the
-    term's number, or if its value or displayed text equals the term's text, ignoring case."""
+    """Return a function that tests whether a row matches an equality term. A row matches if its value equals
+    the term's number, or if its value or displayed text equals the term's text, ignoring case."""
     field, wanted = comparison.field, comparison.value.removeprefix('"').removesuffix('"').strip().lower()
     try:
         limit = _limit(comparison, now)

@@ -98,8 +98,8 @@ def silence_with(silence_id: str | None, context: Context) -> Silence | None:
 
 
 def is_drained(target: str, drained: str | None, context: Context) -> bool:
-    """Return whether `target` is the model being drained, given as `drained`. An empty `target`, or None as
-    `drained`, stands for the whole service. A name or alias also matches the version that serves its
+    """Return whether `target` refers to the model that is being drained, `drained`. For the whole service,
+    `target` is empty and `drained` is None. A name or alias also matches the version that serves its
     requests."""
     model = registered(target, context)
     names = {target} if model is None else {target, model.name, f"{model.name}@{model.default}"}

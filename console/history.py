@@ -37,7 +37,7 @@ class Point(NamedTuple):
     running: int | None
     waiting: int | None
     kv: float | None
-    """Share of KV blocks in use, over all replicas."""
+    """Share of KV blocks in use, across all replicas."""
     cpu_percent: float | None
     latencies: tuple[float | None, ...]
     """99th percentiles of `LATENCIES`, in milliseconds."""

@@ -71,7 +71,7 @@ class LiveSource:
                 self._read_blocks()
                 snapshot = await anext(self._stream)
                 # The service sends at least one frame per second. Skip frames if the refresh interval is
-                # longer. The operator may change the interval while this waits.
+                # longer. The operator may change the interval while this call is waiting.
                 taken = 1
                 while taken < math.floor(self.interval_s * hz + 0.5):
                     snapshot = await anext(self._stream)

@@ -1,4 +1,4 @@
-"""The command palette. Its entries are the key table and the action registry."""
+"""The command palette. Its entries come from the key table and the action registry."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from appliance.snapshot import NO_OWNER, Stall
 
 FREE, CACHED, USED, SHARED = range(4)
 BLOCK_TOKENS = 64
-"""Tokens per KV block of the simulated models."""
+"""Tokens per KV block in the simulated models."""
 GPU_MEMORY_BYTES = 141 << 30
 _KV_TOKEN_BYTES = 160 * 1024
 """KV cache bytes per token: 80 layers, 8 KV heads of 128 values each, keys and values, in FP8."""

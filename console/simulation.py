@@ -115,7 +115,7 @@ class Simulation:
         return [self.drains[one] for one in (None, model) if one in self.drains]
 
     def drained(self, model: str | None) -> list[SimRequest]:
-        """Return the unfinished requests that a drain of this model, or of the service, waits for."""
+        """Return the unfinished requests that a drain of this model, or of the service, is waiting for."""
         return [one for one in self.unfinished() if model in (None, one.model) and not one.held]
 
     def _progress(self, model: str | None, drain: SimDrain) -> None:

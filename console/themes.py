@@ -1,6 +1,6 @@
 """The colours of each role in each theme. State is never shown by colour alone: letters or words show it too,
 so the mono theme loses no information. The role "label" has the same colours as "dim", but marks only the
-names of values. A test uses it to find these names, and checks that the help explains each of them."""
+names of values. A test uses this role to find the names and checks that the help explains each of them."""
 
 from __future__ import annotations
 

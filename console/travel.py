@@ -85,8 +85,9 @@ class TimeTravel:
             self.run(word)
 
     def _now(self) -> float:
-        """Return the reference time for relative times such as -20m. It is the service's current time, which
-        can differ from this machine's or, for a recording in a file, the end of the recording."""
+        """Return the reference time for relative times such as -20m. For a running service, this is the
+        service's current time, which can differ from this machine's. For a recording in a file, it is the end
+        of the recording."""
         source = self._source
         if source is not None and source is self._app.source:
             return time.time() if source.instant is None else source.instant.last

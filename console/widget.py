@@ -19,7 +19,7 @@ from console.themes import ThemeName, style
 
 
 class FrameWidget(Widget, can_focus=True):
-    """Shows lines, and translates keys and mouse clicks into commands."""
+    """Shows lines and translates keys and mouse clicks into commands."""
 
     ALLOW_SELECT = False
     DEFAULT_CSS = "FrameWidget { height: 1fr; width: 1fr; }"

@@ -24,7 +24,7 @@ class Tables(NamedTuple):
 
     values: dict[str, Any]
     places: dict[faults.Path, Place]
-    """For each setting and table, the file and line that set it last."""
+    """The file and line that last set each setting and table."""
     files: list[Path]
 
 

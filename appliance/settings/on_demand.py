@@ -7,7 +7,7 @@ from appliance.settings.fields import Settings
 
 
 def check_on_demand(settings: Settings, converter: Converter) -> None:
-    """Check each model's `idle_unload_s`, and the model groups. Faults are added to `converter`."""
+    """Check each model's `idle_unload_s` and the model groups, and add the faults to `converter`."""
     for name, model in settings.models.items():
         if model.required and model.idle_unload_s:
             converter.add(
@@ -44,7 +44,8 @@ def _check_groups(settings: Settings, converter: Converter) -> None:
             if (other := together.setdefault(name, group)) != group:
                 converter.add(
                     path,
-                    f"model {name!r} is in groups {other!r} and {group!r}, whose models are loaded together",
+                    f"model {name!r} is in two groups that load all their models together, {other!r} and "
+                    f"{group!r}",
                     "merge the two groups into one",
                 )
     for group, one in settings.groups.items():

@@ -14,7 +14,7 @@ from appliance.text.token_table import TokenTable
 REPLACEMENT = "\ufffd"
 
 # Maximum number of tokens held back while a stream's text ends in U+FFFD. No character consists of more
-# tokens, so beyond this number the character is invalid, not just incomplete. It is then emitted, to limit
+# tokens than this, so a longer sequence is invalid rather than incomplete. Its text is then emitted, to limit
 # the memory and time per token.
 _MAX_HELD_TOKENS = 32
 

@@ -61,12 +61,12 @@ class UncuttableTextError(ValueError):
             super().__init__(
                 f"has a run of {len(piece) - word} characters, starting at character {position + word} "
                 f"({piece[word : word + _SHOWN_CHARACTERS]!r}…), in which no space or punctuation follows a "
-                f"letter; such a run can have at most {MAX_UNCUT_BYTES} bytes: insert spaces, or send token "
-                "ids"
+                f"letter, but such a run can have at most {MAX_UNCUT_BYTES} bytes: insert spaces, or send "
+                "token ids"
             )
         else:
             super().__init__(
-                f"has {len(piece)} characters; this model's tokenizer cannot encode a text in parts, so "
+                f"has {len(piece)} characters, but this model's tokenizer cannot encode a text in parts, so "
                 f"texts are limited to {MAX_UNCUT_BYTES} bytes: shorten the text, or send token ids"
             )
         self.index = index

@@ -119,7 +119,7 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether all tenants with work are pausing. If so, the next step is scheduled for when the first
+        """Whether all tenants with work are paused. If so, the next step is scheduled for when the first
         pause ends."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)

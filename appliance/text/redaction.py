@@ -2,7 +2,7 @@
 text's length, whatever it contains: each pattern begins at a rare sequence (`@` or `://`) or at a long word
 with a known prefix, and reads a limited number of characters around it. To preserve this property, operators
 can add word prefixes (`[log] secret_prefixes`) but not regular expressions. Only secrets with a recognizable
-form are found. A password in ordinary prose is not.
+form are found, so a password in ordinary prose is not.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class StopSet:
         self.depth = [0]
         """For each state, the length of the text that it represents."""
         self.match = [-1]
-        """For each state, the index of the longest stop string that ends there, or -1."""
+        """For each state, the index of the longest stop string that ends in that state, or -1."""
         self.fallback = [0]
         """For each state, its failure link: the state that represents the next shorter suffix of the text."""
         for index, string in enumerate(self.strings):

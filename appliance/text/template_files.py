@@ -14,7 +14,7 @@ def read_template_sources(folder: Path, replacement: str | None = None) -> dict[
     """Return chat template texts by name: `default`, and additional templates such as `tool_use`. The result
     is empty if there are none. Raises `TokenizerFilesError` if a file is invalid.
 
-    If the file `replacement` is given, it replaces all templates in the folder. Otherwise, templates are read
+    If `replacement` is given, that file replaces all templates in the folder. Otherwise, templates are read
     from `chat_template.jinja` and `additional_chat_templates/` or, if these do not exist, from
     `chat_template` in `tokenizer_config.json` (a text, or a list of named texts).
     """

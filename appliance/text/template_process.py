@@ -46,8 +46,8 @@ MAX_WAIT_S = 30.0
 """Maximum time, in seconds, that a conversation waits for its turn before it is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""Delay, in seconds, from the parent's time limit to the alarm in the child process. The alarm kills a child
-that has outlived its parent."""
+"""Time, in seconds, between the parent's time limit and the alarm in the child process. The alarm kills a
+child that has outlived its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -96,7 +96,7 @@ class TemplateProcess:
     def load(
         cls, folder: Path | str, special_tokens: Mapping[str, str], replacement: str | None = None
     ) -> TemplateProcess:
-        """Read the templates from a model folder or, if given, from the file `replacement`. A folder may have
+        """Read the templates from a model folder or, if given, from the `replacement` file. A folder may have
         no templates. Raises `TokenizerFilesError` if a file is invalid."""
         return cls(read_template_sources(Path(folder), replacement), special_tokens)
 
@@ -244,7 +244,7 @@ class _Child:
 
     async def ask(self, message: ToWorker, limit_s: float) -> str:
         """Send a message and return the text in the reply. If there is no reply within `limit_s` seconds, the
-        process is killed. Raises `ChatTemplateError` in that case, and also if the reply is an error."""
+        process is killed. Raises `ChatTemplateError` in that case or if the reply is an error."""
         self._compiles = isinstance(message, Compile)
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)

@@ -136,8 +136,8 @@ class Tokenizer:
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, complete: bool = True
     ) -> Generator[None, None, str]:
         """Decode as `decode` does, but in steps, yielding after each step (`appliance.text.fair_queue`). If
-        `complete` is false, an incomplete final character is left out, because a `detokenizer` that has these
-        ids as its context emits it."""
+        `complete` is false, an incomplete final character is left out, because a `detokenizer` with these ids
+        as its context will emit it."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"

@@ -12,7 +12,7 @@ class AdmissionPause(NamedTuple):
     """Why admission is paused, and whether new requests are held or refused."""
 
     reason: str
-    """The message to clients whose requests are refused."""
+    """The message sent to clients whose requests are refused."""
     hold: bool = False
     """Whether to hold new requests until the pause ends instead of refusing them."""
 

@@ -39,7 +39,7 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
 class Bucket:
     """One rate limit of a tenant or key. The bucket refills continuously up to its capacity.
 
-    A request takes the maximum amount that it may use, and later returns the unused part. If the bucket has
+    A request takes the maximum amount that it may use and later returns the unused part. If the bucket has
     been full in the meantime, less is returned, so that the level never exceeds what it would have been if
     the unused part had never been taken. In any period, requests therefore use at most the capacity plus that
     period's refill, no matter how much they reserve.

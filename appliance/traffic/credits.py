@@ -123,7 +123,7 @@ class CreditAccount:
     def _slots(self, reserved: int) -> tuple[list[int], int]:
         """Compute `free_slots` for each level, and `Levels.slots`. Lower-priority sequences waiting in the
         engine occupy no slots; the replica's last report gives their number. Sequences dispatched since that
-        report occupy at most as many slots as the engine allows for their tier of levels.
+        report occupy at most as many slots as the engine allows for their tier (a group of levels).
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
@@ -134,8 +134,8 @@ class CreditAccount:
         occupied_at_most = {end: self._occupied_at_most(running[:end], spare) for end in _SLICE_ENDS}
 
         def free(level: int, end: int) -> int:
-            """Return how many slots would be free for a level after preempting all sequences of level `end`
-            and of lower-priority levels."""
+            """Return how many slots would be free for a level after preempting all sequences at level `end`
+            and at lower-priority levels."""
             occupied = before[end] - (waiting_before[end] - waiting_before[min(level + 1, end)])
             tier = TIERS[level]
             return self.slots - spare[tier] - min(occupied, occupied_at_most[end][tier])
@@ -146,8 +146,9 @@ class CreditAccount:
         return [free(level, LEVELS) for level in range(LEVELS)], levels
 
     def _occupied_at_most(self, running: list[int], spare: list[int]) -> tuple[int, int, int]:
-        """Return, for each tier of levels, an upper bound on the slots that running sequences occupy ahead of
-        a new sequence of that tier. `running` counts the running sequences by level."""
+        """For each tier (a group of levels), return an upper bound on the number of slots that running
+        sequences occupy ahead of a new sequence in that tier. `running` counts the running sequences by
+        level."""
         in_tiers = [0, 0, 0]
         for tier, count in zip(TIERS, running, strict=False):
             in_tiers[tier] += count

@@ -105,7 +105,7 @@ class _Line(Generic[Item]):
     reach: _Reach = _NO_REACH
     """The tenant's `_Reach` when the valid heap entry was added."""
     urgent: dict[int, Timeline[Ticket[Item]]] = field(default_factory=dict)
-    """Waiting requests that are urgent while the tenant is light, keyed by urgency."""
+    """Waiting requests that count as urgent while the tenant has few running sequences, keyed by urgency."""
 
     def first(self, urgency: int) -> Ticket[Item] | None:
         """Return the first request with at least the given urgency."""
@@ -121,7 +121,7 @@ class _Line(Generic[Item]):
         return sum(len(tickets) for number, tickets in self.urgent.items() if number >= urgency)
 
     def before(self, due: float, urgency: int) -> tuple[float, float]:
-        """Return the total prompt and output tokens of requests that have at least the given urgency and are
+        """Return the total prompt and output tokens in requests that have at least the given urgency and are
         due no later than `due`."""
         if not urgency:
             return self.tickets.before(due)

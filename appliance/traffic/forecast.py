@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from appliance.traffic.credits import CreditAccount
 
 _BUSY_SHARE = 0.95
-"""Fraction of slots that are busy while requests wait. It is below 1 because a slot stays free for one or two
-steps before it is filled."""
+"""Fraction of slots that are busy while requests are waiting. It is below 1 because a slot stays free for one
+or two steps before it is filled."""
 
 
 class Forecast:

@@ -225,8 +225,8 @@ class RequestLifecycle:
         self._charge(request)
         if exited and request.settled is None:
             # The request will continue on another replica, so it still counts against its tenant's and key's
-            # limits. Otherwise another request could start in its place, and the limit would be exceeded when
-            # this one continues.
+            # limits. Otherwise, another request could start in its place, and the limit would be exceeded
+            # once this request continues.
             request.keeps_place = True
         else:
             self._leave_place(request)
@@ -270,8 +270,8 @@ class RequestLifecycle:
         # report how many tokens were delivered.
 
     def _fall_back(self, request: Request, reason: Refusal) -> None:
-        """Withdraw a request from a model that cannot run it. The front then either admits the request for
-        the fallback model or settles it."""
+        """Withdraw a request from a model that cannot run it. The front then either submits the request again
+        for the fallback model or settles it."""
         request.falls_back = True
         request.begin_by, request.promised_s, request.most_tokens = None, 0.0, None
         if (model := self._state.models.get(request.unit)) is not None:

@@ -20,7 +20,8 @@ _DONE = (
     "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""For each of the classes P0, P1 and P2, the highest load-shedding step that its overload can cause."""
+"""For each of the classes P0, P1 and P2, the highest load-shedding step that an overload of the class can
+cause."""
 _RELIEVED = 0.5
 """An overload ends when all waiting times are below this fraction of their overload limits."""
 
@@ -34,7 +35,7 @@ class LoadShedder:
         self._reason = ""
         self._direction = 0
         self._since = 0.0
-        """Time of the latest change: an overload began or ended, or the step changed."""
+        """Time at which an overload last began or ended, or the step last changed."""
 
     @property
     def reason(self) -> str:

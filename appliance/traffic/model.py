@@ -61,7 +61,7 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Used only by the request manager; all times are on its clock."""
+    """One served model. Used only by the request manager. All times are on the request manager's clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class ModelTraffic:
         self.resumed: dict[str, Request] = {}
         """Requests that lost their replica mid-answer. They are served first."""
         self.stranded: dict[str, Request] = {}
-        """Waiting requests of fronts in `TrafficState.broken_fronts`. They are not dispatched."""
+        """Waiting requests from fronts in `TrafficState.broken_fronts`. They are not dispatched."""
         self.asked_at: float | None = None
         """When the latest request was accepted; None before the first."""
         self.uses = ModelUses()
@@ -153,7 +153,7 @@ class ModelTraffic:
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Update the queue order after the weight, limits or usage of a tenant have changed. Put the tenant's
+        """Update the queue order after a tenant's weight, limits or usage have changed. Put the tenant's
         requests back into the serving order. If `key_id` names one of the tenant's keys, also put back that
         key's parked requests. `most` is the maximum number of parked requests to put back (None for all)."""
         for number, fair in enumerate(self.queue.classes):
@@ -237,7 +237,7 @@ class ModelTraffic:
         """A tenant is light while it occupies fewer slots than this."""
         slots = min((one.slots for one in accounts), default=0)
         self._max_samples = max(_MIN_LIGHT_SLOTS, slots // _LIGHT_PART)
-        """Maximum number of samples of an urgent request."""
+        """Maximum number of samples for an urgent request."""
         self._max_step_prompt_tokens = min((one.tokens for one in accounts), default=0)
         """Number of prompt tokens that fit in one step on every replica."""
 
@@ -272,8 +272,8 @@ class ModelTraffic:
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
         """Return the replica that should run the request, or None if no replica has credit for `level`. Among
         the replicas with nearly the most free slots, choose the one that has probably cached the longest
-        prefix of the prompt. Exclude replicas on which the request has already run: its front has lost its
-        channel to them, even if the core has not noticed yet."""
+        prefix of the prompt. Exclude replicas on which the request has already run, because the request's
+        front has lost its channel to them, even if the core has not noticed yet."""
         share = self._reserved_share()
         fit = {
             account: account.free_slots(level, share)
@@ -418,7 +418,7 @@ class ModelTraffic:
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return, for each class, the predicted waiting time in seconds of a request that joins the end of
+        """Return, for each class, the predicted waiting time, in seconds, for a request that joins the end of
         the queue, or None if unknown."""
         if not self.predictable:
             return [None] * CLASSES
@@ -449,7 +449,8 @@ class ModelTraffic:
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
         """Return the delay, in seconds, that this request causes for other requests with a promised start.
-        Higher-priority classes and requests without deadlines keep their share of the service."""
+        The delay takes into account that higher-priority classes and requests without deadlines keep their
+        share of the service."""
         share = self._load.share_left(request.request_class, _MAX_PROMISED)
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
@@ -472,7 +473,7 @@ class ModelTraffic:
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
         """Return the time in seconds to serve all requests queued in higher-priority classes, followed by the
-        given numbers of tokens of the class."""
+        given numbers of tokens in the class itself."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

@@ -22,7 +22,7 @@ _FEW = 20.0
 """Determines the safety factor of `likely_most`: with this many answers in the histogram, the result is twice
 the longest answer. With more answers, the factor approaches 1."""
 _ALL_BUT = 0.98
-"""Answers that reach this fraction of their token limit count as having reached it."""
+"""Answers that reach this fraction of their token limit count as having reached the limit."""
 UNKNOWN_TOKENS = 256.0
 """Assumed answer length until enough answers have finished."""
 _UNKNOWN_MAX_TOKENS = 2048.0

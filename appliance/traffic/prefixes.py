@@ -16,7 +16,7 @@ class ComputedPrefixes:
         self._known: dict[tuple[str, bytes], None] = {}
 
     def add(self, tenant: str, hashes: Sequence[bytes]) -> None:
-        """Remember the prefix hashes of a prompt that the replica computes."""
+        """Remember the prefix hashes of a prompt that the replica is computing."""
         for one in hashes:
             self._known.pop((tenant, one), None)
             self._known[tenant, one] = None
@@ -24,8 +24,8 @@ class ComputedPrefixes:
             del self._known[next(iter(self._known))]
 
     def matching(self, tenant: str, hashes: Sequence[bytes]) -> int:
-        """Return how many of a prompt's prefixes are remembered, counting from the shortest up to the first
-        that is not."""
+        """Return how many of a prompt's prefixes are remembered. Counting begins with the shortest and stops
+        before the first that is not remembered."""
         for number, one in enumerate(hashes):
             if (tenant, one) not in self._known:
                 return number

@@ -24,7 +24,7 @@ from store.policies import BACKGROUND, CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Maximum number of requests with a promised start to consider. One is not enough, because requests of
+"""Maximum number of requests with a promised start to consider. One is not enough, because requests from
 tenants at their limits are skipped."""
 
 
@@ -110,7 +110,7 @@ class RequestQueue(Generic[Item]):
                 return Next(ticket, level)
         for number, fair in enumerate(self.classes):
             for urgency in range(URGENCIES):
-                # Any slot that a request may use is also open to more urgent requests of its class.
+                # Any slot that a request may use is also open to more urgent requests in its class.
                 if open_levels >> (level := level_of(number, urgency)) & 1:
                     free = bool(free_levels >> level & 1)
                     only_reserved = free and not slot_levels >> level_of(number, 0) & 1
@@ -170,8 +170,8 @@ class RequestQueue(Generic[Item]):
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
         """Return the level at which to run a request that is dispatched before higher-priority classes: the
-        level of the highest-priority class with waiting requests, but never P0. At a lower-priority level,
-        the engine would serve that class first.
+        level of the highest-priority class with waiting requests, but never P0. At any lower-priority level,
+        the engine would serve that class before this request.
         """
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))

@@ -76,7 +76,7 @@ class Reservation:
         max_tokens: int,
     ) -> None:
         self.accounts = accounts
-        """The accounts from whose buckets the amount was taken."""
+        """The accounts that own the buckets from which the amount was taken."""
         self.tokens = prompt_tokens + max_tokens
         """Number of tokens reserved or, after `Quotas.settle`, charged."""
         self.max_tokens = max_tokens
@@ -115,7 +115,7 @@ class Shortage:
         head = f"{words} of {bucket.owner}: limit {limit}"
         if self.wait_s == math.inf:
             return (
-                f"request too large for {head}, requested {self._needed}: shorten the prompt or lower "
+                f"request too large for {head}, requested {self._needed}; shorten the prompt or lower "
                 "max_tokens"
             )
         # A reservation may be held for so long that its tokens have since been refilled. Refilled tokens no
@@ -123,7 +123,7 @@ class Shortage:
         reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} reserved by unfinished requests)" if reserved else ""
         return (
-            f"rate limit reached for {head}, used {used}{held}, requested {self._needed}: try again in "
+            f"rate limit reached for {head}, used {used}{held}, requested {self._needed}; try again in "
             f"{duration(self.wait_s)}"
         )
 
@@ -317,7 +317,7 @@ class Quotas:
         ]
 
     def remember(self, deleted: Iterable[Name] = ()) -> None:
-        """Include all levels in the next result of `news`. Call this if the last result could not be
+        """Include all levels in the next result from `news`. Call this if the last result could not be
         stored."""
         self._deleted |= set(deleted) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())

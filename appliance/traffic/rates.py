@@ -2,9 +2,9 @@
 
 All measurements are decaying sums over recent steps, so they do not depend on how often the replica reports.
 A replica's initial (warm-up) steps are ignored, because they can take many times longer than later ones.
-Until enough steps have been measured, the engine's predictions are used. These are lower bounds, so a request
-refused because of them would also be refused with measured times. Without a prediction, no rate is known, and
-no request is refused because of its waiting time.
+Until enough steps have been measured, the engine's predictions are used. The predictions are lower bounds, so
+a request that is refused because of them would also be refused based on measured times. Without a prediction,
+no rate is known, and no request is refused because of its waiting time.
 """
 
 from __future__ import annotations
@@ -169,6 +169,6 @@ class ReplicaRates:
     def _keep(self, seconds: float) -> float:
         """Return the factor by which to multiply the weights of earlier measurements after `seconds` of busy
         time."""
-        # Annotated because mypy infers Any for `**` of two floats.
+        # Annotated because mypy infers Any when a float is raised to a float power.
         kept: float = 0.5 ** (seconds / self._half_life_s)
         return kept

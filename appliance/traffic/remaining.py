@@ -1,5 +1,5 @@
-"""Estimates how much work remains for the requests in flight, and how long it will take. A drain waits for
-this work."""
+"""Estimates how much work remains for the requests in flight and how long it will take. This predicts when a
+drain will complete."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Outstanding:
         work = self._waiting.pop(request.request_id)
         self._begun[request.request_id] = request
         self._prompts -= work.prompt_tokens
-        # Reset the totals when no request waits, to remove accumulated rounding errors.
+        # Reset the totals when no requests are waiting, to remove accumulated rounding errors.
         self._outputs = self._outputs - work.outputs if self._waiting else 0.0
 
     def end(self, request: Request) -> None:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class OnReplica:
-    """The submissions of a request that run on one replica."""
+    """A request's submissions that are running on one replica."""
 
     __slots__ = ("began_each", "charged_each", "level", "seqs", "submissions", "tokens")
 
@@ -131,7 +131,8 @@ class Request:
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
     def count_against(self, key_id: str) -> None:
-        """Count the request against this key's limits, because this key has replaced the request's own."""
+        """Count the request against this key's limits, because this key has replaced the request's own
+        key."""
         self.key_id = key_id
         if self.ticket is not None:
             self.ticket.key_id = key_id
@@ -149,7 +150,7 @@ class Request:
     def taken_tokens(self) -> int:
         """Number of tokens charged to the quotas when the request ends: the prompt and the delivered tokens,
         or 0 if the request never ran. If the front died, the generated tokens are charged instead of the
-        delivered ones. If their number is unknown too, the whole reservation is charged.
+        delivered ones. If the number of generated tokens is also unknown, the whole reservation is charged.
         """
         if self.reservation is None or self.settled is None:
             return 0

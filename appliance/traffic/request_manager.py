@@ -170,7 +170,7 @@ class RequestManager:
             self._lifecycle.refuse(request, unknown_model(request.first.model, state.models))
 
     def set_version(self, name: str, version: str) -> None:
-        """Set the file version to log for the model's requests from now on."""
+        """Set the version of the model's files. From now on, it is logged with the model's requests."""
         self.state.models[name].version = version
 
     def recover_model(self, name: str) -> None:
@@ -210,8 +210,8 @@ class RequestManager:
                 self._send(request.front, Preempted(request.request_id))
         if running:
             log.info(
-                "stopping %s (running requests: %d); its requests continue when a replica of the model is "
-                "ready",
+                "stopping %s (running requests: %d); its requests will continue once a replica of the model "
+                "is ready",
                 account.replica,
                 len(running),
             )
@@ -294,7 +294,7 @@ class RequestManager:
         self._begin(request, model)
 
     def _admit_shadow(self, front: str, admit: Admit) -> None:
-        """Dispatch a copied request immediately, or refuse it. Copied requests never wait, and are not
+        """Dispatch a copied request immediately, or refuse it. Copied requests never wait and are not
         dispatched while any other request is waiting."""
         state, now = self.state, self.state.clock()
         admit = msgspec.structs.replace(admit, identity=SHADOW_IDENTITY)

@@ -1,5 +1,5 @@
 """Measures one model's recent load: what share of the model's service each class receives, how much service
-new requests need, and how many tokens recently started requests have."""
+new requests need, and the mean token counts of recently started requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ capped because predicted output lengths are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Offered load, as a fraction of capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to stay
-the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
+the same. At `_FULL_LOAD` and above, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
 """Minimum share of the service for each class, even if higher-priority classes could use all of it."""
 _OF_THE_NEW = 0.02

@@ -55,7 +55,7 @@ class ShadowResults:
         return iter(self._sums.values())
 
     def end(self, name: str) -> None:
-        """Drop the results of all shadows of `name`."""
+        """Drop the results of all shadows configured for `name`."""
         self._sums = {key: sums for key, sums in self._sums.items() if key[0] != name}
 
     def of(self, name: str, unit: str) -> ShadowSums:

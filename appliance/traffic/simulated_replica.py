@@ -19,8 +19,8 @@ from engine.messages import BLOCK_TOKENS
 from engine.rank_messages import Finished, Report
 
 _LAG_STEPS = 1.5
-"""Mean number of steps that a busy engine has launched, but not finished, when a submission arrives: half of
-the running one, and the one after it."""
+"""Mean number of steps that a busy engine still has to complete when a submission arrives: half of the
+current step, and the next one, which has already been launched."""
 _CREDIT_STEPS = 2
 """A simulated replica's token credit covers the prompts of this many mixed steps."""
 

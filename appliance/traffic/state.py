@@ -108,11 +108,11 @@ class TrafficState:
         )
 
     def tenant_stats(self, name: str) -> TenantStats:
-        """Return the statistics of one tenant."""
+        """Return the statistics for one tenant."""
         return stats.tenant(self.tenants.of(name))
 
     def model_stats(self) -> list[ModelStats]:
-        """Return the statistics of each model."""
+        """Return the statistics for each model."""
         now = self.clock()
         return [stats.model(model, now) for model in self.models.values()]
 

@@ -1,4 +1,4 @@
-"""Statistics of requests in flight, for the status, the metrics and the console."""
+"""Statistics on requests in flight, for the status, the metrics and the console."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from store.policies import CLASSES, QuotaScope
 
 
 class ModelStats(NamedTuple):
-    """Statistics of one model. Each list has one entry per service class, starting with P0."""
+    """Statistics for one model. Each list has one entry per service class, starting with P0."""
 
     name: str
     waiting: list[int]
@@ -28,7 +28,7 @@ class ModelStats(NamedTuple):
 
 
 class TenantStats(NamedTuple):
-    """Statistics of one tenant."""
+    """Statistics for one tenant."""
 
     name: str
     weight: float
@@ -40,7 +40,7 @@ class TenantStats(NamedTuple):
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
-    """Return the statistics of a model. The cost of this call does not depend on the number of waiting
+    """Return the statistics for a model. The cost of this call does not depend on the number of waiting
     requests."""
     oldest = [one.queue.oldest(number) for number in range(CLASSES)]
     return ModelStats(
@@ -84,7 +84,7 @@ def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
 
 
 def tenant(one: TenantTraffic) -> TenantStats:
-    """Return the statistics of a tenant."""
+    """Return the statistics for a tenant."""
     use = one.use
     return TenantStats(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)
 

@@ -1,4 +1,4 @@
-"""Tracks tenants' and keys' waiting and running requests, and their limits."""
+"""Tracks the waiting and running requests of each tenant and key, and the limits on them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Use:
             del self.seqs[model], self.kv_tokens[model]
 
     def add(self, other: Use) -> None:
-        """Add another key's usage to this key's."""
+        """Add another key's usage to this key's usage."""
         self.queued += other.queued
         self.queued_tokens += other.queued_tokens
         self.running += other.running
@@ -134,7 +134,7 @@ class Tenants:
         self._tenants: dict[str, TenantTraffic] = {}
         self._seen: OrderedDict[str, float] = OrderedDict()
         self.outputs = OutputLengths()
-        """Answer length statistics over all tenants."""
+        """Answer length statistics across all tenants."""
 
     def __iter__(self) -> Iterator[TenantTraffic]:
         return iter(self._tenants.values())

@@ -1,4 +1,4 @@
-"""Keeps waiting requests in time order, and computes totals over the requests before a given time. All times
+"""Keeps waiting requests in time order and computes totals over the requests before a given time. All times
 are in seconds on one clock.
 
 `Timeline` holds one tenant's requests in plain lists. Each operation is at most linear in the queue length,
@@ -150,7 +150,8 @@ class Promises(Generic[Item]):
         return min(min(slack, self._latest(at + 1, work)) - work_s, time - before)
 
     def _block_of(self, key: tuple[float, float]) -> int:
-        """Return the index of the block that contains the key or into which it would be inserted."""
+        """Return the index of the block that contains the key or, if none does, of the block into which it
+        would be inserted."""
         return min(bisect_left(self._lasts, key), len(self._blocks) - 1)
 
     def _latest(self, start: int, before: float) -> float:

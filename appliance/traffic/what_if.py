@@ -3,9 +3,9 @@ limits. The replay runs the real request manager in simulated time, once with th
 the new ones, on replicas that are as fast as they were in those minutes
 (`appliance.traffic.simulated_replica`). The difference between the two runs is applied to the recorded
 outcome (`appliance.traffic.what_if_outcomes`). The replay assumes that clients would send the same requests
-at the same times, and that a refused request would have received an answer as long as one of the same
-tenant's other answers. The replay runs in a separate process (`python -m appliance.traffic.what_if`), because
-it takes seconds.
+at the same times, and that a refused request would have received an answer of the same length as another
+answer to its tenant. The replay runs in a separate process (`python -m appliance.traffic.what_if`), because
+it can take several seconds.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _NoLog:
 
 
 class _Replay:
-    """One run of the request manager in simulated time. All times are in unix time."""
+    """One run of the request manager in simulated time. All times are in unix seconds."""
 
     def __init__(self, given: ReplayInput) -> None:
         self.now = given.since
@@ -266,7 +266,7 @@ class _Replay:
 
 
 def replay(given: ReplayInput) -> QuotaForecast:
-    """Replay the requests with the current and the new limits, and compare the results."""
+    """Replay the requests with the current limits and with the new ones, and compare the results."""
     units = {speed.unit for speed in given.replicas}
     chosen = [
         one
@@ -304,7 +304,7 @@ def _run(given: ReplayInput, policies: Policies, chosen: Sequence[PastRequest]) 
 
 
 def replay_apart(given: ReplayInput) -> QuotaForecast:
-    """Run a replay in a separate process, and wait for its result. Raises ReplayError."""
+    """Run a replay in a separate process and wait for its result. Raises ReplayError."""
     try:
         found = run_module("appliance.traffic.what_if", msgspec.msgpack.encode(given), MAX_REPLAY_S)
         return msgspec.msgpack.decode(found, type=QuotaForecast)
@@ -323,7 +323,7 @@ def _reached_admission(one: PastRequest) -> bool:
 
 
 def _recorded(one: PastRequest) -> RequestResult:
-    # A refusal also has a duration, which is not an answer's latency.
+    # A refusal also has a duration, but it is not the latency of an answer.
     answered = one.status == 200
     return RequestResult(one.status, one.ttft_ms if answered else None, one.e2e_ms if answered else None)
 

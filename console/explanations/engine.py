@@ -113,7 +113,7 @@ ENGINE: dict[str, Explanation] = {
         "ms",
         SECOND,
         "A stall: a step with decodes that took more than three times as long as the mean decode-only step. "
-        "The longest one is shown, with the request that had the largest prefill chunk in it.",
+        "The longest one is shown, with the request that had the largest prefill chunk in that step.",
         "batches: longest_ms; stalls: request, tenant",
     ),
     "computed_tokens": Explanation(

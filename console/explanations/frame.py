@@ -9,7 +9,7 @@ FRAME: dict[str, Explanation] = {
         "ready, draining",
         "",
         NOW,
-        "Service state: starting, ready, degraded (it has current problems), draining or drained.",
+        "Service state: starting, ready, degraded (there are current problems), draining or drained.",
         "status: state",
     ),
     "uptime": Explanation("up", "s", START, "Time since the service started.", "status: uptime_s"),
@@ -39,15 +39,16 @@ FRAME: dict[str, Explanation] = {
         "STOPPING",
         "",
         NOW,
-        "The service is stopping. It exits once its requests have finished, so the drain cannot be ended.",
+        "The service is stopping. It will exit once its requests have finished, so the drain cannot be "
+        "ended.",
         "status: drains.stopping",
     ),
     "drained_requests": Explanation(
         "running, queued, held",
         "requests",
         NOW,
-        "Running and queued: requests that the drain waits for. Held: new requests that wait for the drain "
-        "to end.",
+        "Running and queued: requests that the drain is waiting for. Held: new requests that are waiting for "
+        "the drain to end.",
         "status: drains.running, drains.queued, drains.held",
     ),
     "drain_eta": Explanation(

@@ -32,7 +32,7 @@ _UNITS = (
     (re.compile(r"_mhz$"), " MHz"),
     (re.compile(r"(^|_)(share|hit_rate|busy|fraction)$"), _FRACTION),
 )
-"""Units of metrics, by the ending of their names. All other metrics are counts."""
+"""Units of metrics, by the suffix of the metric's name. All other metrics are counts."""
 
 
 class Difference(NamedTuple):
@@ -198,6 +198,6 @@ def _measure(value: float, unit: str) -> str:
         return units.size(size) + unit.removeprefix(_BYTES)
     if isinstance(value, int):
         return f"{size:,}{unit}"
-    # Large numbers get fewer decimals, numbers near zero more.
+    # Large numbers get fewer decimals, and numbers near zero get more.
     form = ".0f" if not size else ".1f" if size >= 100 else ".2f" if size >= 1 else ".4f"
     return f"{size:,{form if not 0 < size < 0.001 else '.3g'}}{unit}"

@@ -226,7 +226,7 @@ class GpusView(TableView[Gpu]):
         # In a container, the driver may report process ids other than those of the service's processes.
         is_known = not row.replicas or any(one.replica for one in row.processes)
         for one in row.processes:
-            owner = one.replica or ("not a process of the service" if is_known else "replica unknown")
+            owner = one.replica or ("not part of the service" if is_known else "replica unknown")
             lines.append(
                 line(
                     span(f"{one.pid:>8}  "),

@@ -21,8 +21,8 @@ _CONTEXT_ROWS = 7
 _CELL_SIZE_WIDTH = 24
 """Width of the text that states how many blocks a cell represents."""
 _LETTERS = {"braille": "·▓█▒", "block": "·▓█▒", "ascii": ".=#S"}
-"""Characters for free, cached, used and shared blocks. The bar above the map uses the same ones for used and
-cached blocks."""
+"""Characters for free, cached, used and shared blocks. The bar above the map uses the same characters for
+used and cached blocks."""
 _STATE_ROLES: tuple[Role, ...] = ("free", "cached", "used", "shared")
 _SHARING_ROLES: tuple[Role, ...] = ("free", "cached", "track", "shared")
 """Roles that highlight only blocks that several sequences share or could share."""

@@ -145,7 +145,7 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     queue = snapshot.queue
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
-    # Requests that wait for a drain to end are not in any class's queue.
+    # Requests waiting for a drain to end are not in any class's queue.
     held = queue.waiting - sum(one.waiting for one in queue.classes)
     waiting = f"{queue.waiting:,}{limit} waiting" + (f", {held:,} held" if held > 0 and queue.classes else "")
     lines = [heading("Queue", width, f"{waiting} · {queue.running:,} running")]
@@ -188,7 +188,7 @@ def failed(rates: Rates, *, share: bool = True) -> str:
 
 
 def _errors(rates: Rates, width: int) -> Line:
-    """Return the failed and refused request rates."""
+    """Return the rates of failed and refused requests."""
     return line(
         span("errors  " if width >= 36 else "", "label"),
         span("failed ", "label"),

@@ -16,7 +16,7 @@ from console.themes import Role
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6
-"""Minimum number of free lines below a table for details to be shown there."""
+"""Details are shown below a table only if at least this many lines are free there."""
 _CONTENTS = {"callers": "keys and local users", "models": "versions", "finished": "finished requests"}
 """Descriptions of lists whose names do not say what they contain."""
 

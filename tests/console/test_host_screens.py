@@ -81,7 +81,7 @@ def test_a_process_is_foreign_only_if_the_processes_of_the_replica_are_known() -
         snapshot.gpus[0], replicas=["demo-0"], processes=[GpuProcess(pid=4711, name="python")]
     )
     view = GpusView()
-    for replicas, text in ((["demo-0"], "replica unknown"), ([], "not a process of the service")):
+    for replicas, text in ((["demo-0"], "replica unknown"), ([], "not part of the service")):
         row = msgspec.structs.replace(gpu, replicas=replicas)
         assert text in plain(view.describe(row, made.context, 100)[-1])
 

@@ -84,7 +84,7 @@ def test_the_prompt_and_the_maximum_output_are_reserved(time: Time) -> None:
     assert (shortage.kind, shortage.wait_s, shortage.useful) == ("tokens", pytest.approx(12), True)
     assert shortage.message == (
         "rate limit reached for tokens per minute of tenant 'acme': limit 250, used 200 (200 reserved by "
-        "unfinished requests), requested 100: try again in 12s"
+        "unfinished requests), requested 100; try again in 12s"
     )
     taken(of, 10, 40)
 
@@ -133,7 +133,7 @@ def test_a_request_that_can_never_fit_is_refused_as_useless_to_retry(time: Time)
     shortage = short(of, 30, 21)
     assert (shortage.wait_s, shortage.useful) == (math.inf, False)
     assert shortage.message == (
-        "request too large for tokens per minute of tenant 'acme': limit 50, requested 51: shorten the "
+        "request too large for tokens per minute of tenant 'acme': limit 50, requested 51; shorten the "
         "prompt or lower max_tokens"
     )
 
