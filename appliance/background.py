@@ -131,7 +131,8 @@ class TimeBudgets:
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
-        """For each recent user of the thread, the time when its average use will be back within its share."""
+        """For each recent user of the thread, the time when the user's average will be within its share
+        again."""
 
     def rest_s(self, user: str, now: float) -> float:
         """Return how many seconds the user must pause, or 0 if the user is within its share."""

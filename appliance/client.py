@@ -131,7 +131,7 @@ class AdminClient:
         return call.decode(response.status, content, str(self.socket))
 
     def follow(self, call: Call[Answer]) -> Iterator[Answer]:
-        """Make a streaming call, and yield values until the service ends the stream."""
+        """Make a streaming call and yield values until the service ends the stream."""
         with self._sent(call, STREAM_TIMEOUT_S) as response:
             if response.status != 200:
                 call.decode(response.status, response.read(), str(self.socket))
@@ -149,7 +149,7 @@ class AdminClient:
 
     @contextlib.contextmanager
     def _sent(self, call: Call[Answer], timeout_s: float | None) -> Iterator[HTTPResponse]:
-        """Send a call, and yield its response. Leaving the `with` block closes the connection."""
+        """Send a call and yield its response. Leaving the `with` block closes the connection."""
         # Import http.client only here, because the import takes 20 ms and some callers need only the types.
         import http.client
 
@@ -210,7 +210,7 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
 
 
 def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
-    """Return an error that says why the socket at `path` cannot be used, and what to do about it."""
+    """Return an error that says why the socket at `path` cannot be used and what to do about it."""
     if isinstance(error, PermissionError):
         return NotAllowedError(
             f"permission denied for uid {os.geteuid()} on {path}: run as root, as the service's user or "
@@ -219,7 +219,7 @@ def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
     if isinstance(error, FileNotFoundError | ConnectionRefusedError | NotADirectoryError):
         return ServiceNotRunningError(f"no service is running at {path}: {start_remedy(path.parent)}")
     return ServiceNotRunningError(
-        f"no service responds at {path} ({error.strerror or error}): {start_remedy(path.parent)}"
+        f"no service is responding at {path} ({error.strerror or error}): {start_remedy(path.parent)}"
     )
 
 

@@ -140,7 +140,8 @@ class DeleteTenant(_Parameters):
 
 
 class CreateKey(_KeyChanges):
-    """Create a bearer key. The key is shown only once. Its limits apply in addition to its tenant's."""
+    """Create a bearer key. The key is shown only once. The key's limits apply in addition to those of its
+    tenant."""
 
     name: Annotated[str, Meta(description="What the key is used for, or by whom.", extra=NAME)]
     tenant: BilledTenant = "default"
@@ -160,7 +161,7 @@ class RotateKey(_Parameters):
     overlap_s: Annotated[float, Meta(description="How long the old key stays valid.")] = 86400.0
     expires_at: Annotated[
         float | None,
-        Meta(description="When the new key expires. By default, it gets the old key's original lifetime."),
+        Meta(description="When the new key expires. Default: the old key's original lifetime."),
     ] = None
 
 
@@ -186,13 +187,13 @@ class UnmapPeer(_Parameters):
 
 
 class DrainService(_Parameters):
-    """Stop accepting requests, and finish the requests that were already accepted. Requests that are
-    unfinished after the grace period end with an error."""
+    """Stop accepting requests and finish those already accepted. Requests that are unfinished after the grace
+    period end with an error."""
 
     model: ModelOrService = None
     grace_s: Grace = 120.0
     queue: Annotated[
-        bool, Meta(description="Hold new requests until service resumes instead of refusing them.")
+        bool, Meta(description="Instead of refusing new requests, hold them until service resumes.")
     ] = False
 
 
@@ -323,9 +324,9 @@ class UnloadModel(_Parameters):
 
 
 class RetryModel(_Parameters):
-    """Immediately restart a model's replicas that have failed or are waiting to restart. Their earlier exits
-    no longer count towards `max_deaths`. A replica that runs on the CPU because its GPU was missing is
-    restarted on a GPU."""
+    """Immediately restart a model's replicas that have failed or are waiting to restart. Earlier exits of
+    these replicas no longer count towards `max_deaths`. A replica that runs on the CPU because its GPU was
+    missing is restarted on a GPU."""
 
     model: Annotated[
         str,
@@ -367,23 +368,23 @@ class WakeModel(_Parameters):
 
 
 class PinModel(_Parameters):
-    """Pin a version of a model: once loaded, it is removed from memory only by a command. This action does
-    not load it."""
+    """Pin a version of a model. Once loaded, a pinned version is removed from memory only by a command.
+    Pinning does not load the version."""
 
     model: ModelVersion
 
 
 class UnpinModel(_Parameters):
-    """Unpin a version of a model. It may then be removed from memory when it is idle or another model needs
-    the memory."""
+    """Unpin a version of a model. The version may then be removed from memory when it is idle or when another
+    model needs the memory."""
 
     model: ModelVersion
 
 
 class SetDefaultModel(_Parameters):
-    """Make a version the default of its model, and end any split of the model's requests. If the model is
-    loaded, the version is loaded first. After the response, the new version answers all new requests. The
-    previous version finishes its requests and is then unloaded."""
+    """Make a version the default of its model and end any split of the model's requests. If the model is
+    loaded, the new default version is loaded before the change takes effect. After the response, the new
+    version answers all new requests. The previous version finishes its requests and is then unloaded."""
 
     model: Annotated[
         str,
@@ -446,7 +447,7 @@ class ShadowModel(_Parameters):
 
 
 class RemoveModel(_Parameters):
-    """Remove a model, or one of its versions, from the registry. The model or version must not be loaded. Its
+    """Remove a model, or one of its versions, from the registry. The model or version must not be loaded. The
     files are kept."""
 
     model: Annotated[str, Meta(description="NAME for all versions, or NAME@VERSION.")]

@@ -50,7 +50,7 @@ class Backend(NamedTuple):
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     routes: Sequence[ScopedRoute]
-    """Additional routes. Their endpoints may also read databases."""
+    """Additional routes, whose endpoints may also read databases."""
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action with the given parameters. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]

@@ -112,7 +112,7 @@ class AuditedActions:
 
 async def _recorded(future: Future[None]) -> None:
     """Wait until an audit row is stored, but only for a few seconds: operators must be able to act even if
-    the disk does not respond. A row written later keeps its position in the chain."""
+    the disk is not responding. A row that is written late keeps its position in the chain."""
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():

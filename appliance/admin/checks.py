@@ -68,7 +68,7 @@ class CheckRunner:
                 self._process.kill()
 
     async def verify(self) -> bytes:
-        """Verify the audit chain, and return the report as JSON. Raises CheckError."""
+        """Verify the audit chain and return the report as JSON. Raises CheckError."""
         return await self._shared("audit")
 
     async def findings(self) -> bytes:

@@ -1,5 +1,5 @@
 """The running service's current problems and their remedies, for `status` and `doctor`. A problem is listed
-only while it lasts. `appliance.core.problems` keeps past problems."""
+only while it lasts. Past problems are kept by `appliance.core.problems`."""
 
 from __future__ import annotations
 
@@ -83,14 +83,13 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=front.name,
             description=front.detail,
-            remedy="see the log, and check that the disk with the model files responds",
+            remedy="see the log, and check that the disk with the model files is responding",
         )
     elif front.state == "silent":
         yield CurrentProblem(
             where=front.name,
             description=front.detail,
-            remedy="wait: if the process still does not respond, it will be killed and restarted; "
-            "see the log",
+            remedy="wait: if the process does not recover, it will be killed and restarted; see the log",
         )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(
@@ -121,7 +120,7 @@ def _database(database: DatabaseStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=name,
             description=f"the current write has taken {database.stalled_s:.0f} s so far; {waiting}",
-            remedy="check that the disk responds and that no other program has locked the file",
+            remedy="check that the disk is responding and that no other program has locked the file",
         )
 
 

@@ -16,7 +16,7 @@ from store.errors import OutcomeUnknownError
 T = TypeVar("T")
 
 _MAX_CHANGE_S = 15.0
-"""Time limit for a change to `control.db`. It exceeds the sum of the database writer's limit
+"""Time limit for a change to `control.db`. The limit exceeds the sum of the database writer's limit
 (`store.trail.WITHIN_S`) and the file lock's limit (SQLite's busy timeout), so only an unresponsive disk can
 cause a timeout."""
 

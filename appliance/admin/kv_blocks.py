@@ -1,6 +1,6 @@
 """Reads the states of all replicas' KV blocks, for an admin API route and for the recorded history. Replicas
-report block states only on request. While an operator uses the route, they are queried up to once per second;
-otherwise, they are queried every few seconds, for the history.
+report block states only on request. Replicas are queried up to once per second while an operator uses the
+route, and otherwise every few seconds, for the history.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from appliance.traffic.state import TrafficState
 from engine.rank_messages import BlockUse
 
 RECORDED_EVERY_S = 10.0
-"""Interval, in seconds, at which block states are requested for the history while no operator uses the
+"""Interval, in seconds, at which block states are requested for the history while no operator is using the
 route."""
 
 

@@ -44,7 +44,7 @@ _THREADS = 2
 
 
 class LogReading:
-    """Reads the logs page by page, and follows them. Must be used on the event loop thread."""
+    """Reads the logs page by page and follows them. Must be used on the event loop thread."""
 
     def __init__(
         self,

@@ -191,13 +191,13 @@ class ModelAdmin:
         return await self._perform(unload, lambda: self.states.status(record), asked.wait)
 
     async def sleep(self, actor: Actor, asked: SleepModel) -> Effect:
-        """Put a version to sleep. Raises LoadError if it is not loaded, or cannot be put to sleep."""
+        """Put a version to sleep. Raises LoadError if the version is not loaded or cannot be put to sleep."""
         record = self._record(asked.model, "put to sleep")
         sleep = self.operations.sleep(record, asked.grace_s)
         return await self._perform(sleep, lambda: self.states.status(record), asked.wait)
 
     async def wake(self, actor: Actor, asked: WakeModel) -> Effect:
-        """Wake a version. Raises LoadError if it is not asleep, or cannot be woken."""
+        """Wake a version. Raises LoadError if the version is not asleep or cannot be woken."""
         record = self._record(asked.model, "woken")
         parked = self.manager.is_parked_asleep(_unit(record))
         wake = self.on_demand.load(record) if parked else self.operations.wake(record)
@@ -271,8 +271,8 @@ class ModelAdmin:
         version = self._model(asked.name).previous_version
         if asked.name in self.operations.registry.current.splits:
             raise ConflictError(
-                f"the requests for {asked.name!r} are split; end the split with: appliance models split "
-                f"{asked.name} --clear, or with: appliance models default NAME@VERSION"
+                f"the requests for {asked.name!r} are split; end the split with 'appliance models split "
+                f"{asked.name} --clear' or 'appliance models default NAME@VERSION'"
             )
         if version is None:
             raise ConflictError(f"model {asked.name!r} has had no other default version since it was added")
@@ -344,9 +344,9 @@ class ModelAdmin:
         model, _, version = name.rpartition("@")
         if model in models:
             raise UnknownModelError(f"{name!r}: {version!r} is not a number: {self._versions(model)}")
-        remedy = "list the models with: appliance models list"
+        remedy = "list the models with 'appliance models list'"
         if _NAME.fullmatch(name):
-            remedy = f"add it with: appliance models add {name}=FOLDER, or {remedy}"
+            remedy = f"add it with 'appliance models add {name}=FOLDER', or {remedy}"
         raise UnknownModelError(f"the registry has no model {name!r}: {remedy}")
 
     def _versions(self, model: str) -> str:

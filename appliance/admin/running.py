@@ -44,8 +44,8 @@ class RunningRequests:
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:
-        """Combine the unfinished requests with their progress, and return them, oldest first. Their ages are
-        computed as of `unix` (Unix time)."""
+        """Return the unfinished requests with their progress, oldest first. Request ages are computed as of
+        `unix` (Unix time)."""
         now, policies = self._traffic.clock(), self._policies()
         return [
             _request(request_id, one, progress.get(request_id), policies, unix, now)

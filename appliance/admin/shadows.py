@@ -17,7 +17,7 @@ from store.errors import ConflictError, UnknownModelError
 
 @dataclass(kw_only=True)
 class ShadowAdmin:
-    """Sets and ends shadows, and reads their results."""
+    """Sets and ends shadows and reads their results."""
 
     models: ModelAdmin
     results: ShadowResults
@@ -37,7 +37,7 @@ class ShadowAdmin:
             unit = routing.target_unit(target)
             if unit == routing.unit_of(name):
                 raise ConflictError(
-                    f"{target} answers the requests for {name!r} itself: choose another target"
+                    f"{target} already answers the requests for {name!r}: choose another target"
                 )
             if not routing.answers(unit):
                 raise ConflictError(

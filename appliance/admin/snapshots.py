@@ -272,7 +272,7 @@ class _Counters:
         self.preemptions = report.preemptions
 
     def since(self, before: _Counters) -> dict[str, Any]:
-        """Return the `Batch` fields for the time since the earlier counters `before`."""
+        """Return the `Batch` fields for the time since the counters `before` were read."""
         decode, mixed = self.decode.since(before.decode), self.mixed.since(before.mixed)
         return {
             "steps": decode.steps + mixed.steps,

@@ -26,8 +26,8 @@ class SplitAdmin:
         self.models.check_declared(name, "split")
         if name not in registry.current.models and name not in registry.current.aliases:
             raise UnknownModelError(
-                f"there is no model or alias {name!r} in the registry; add it with: appliance models add "
-                f"{name}=FOLDER, or: appliance models alias {name} TARGET"
+                f"there is no model or alias {name!r} in the registry; add it with 'appliance models add "
+                f"{name}=FOLDER' or 'appliance models alias {name} TARGET'"
             )
         weights = None if asked.weights is None else self._targets(name, asked.weights)
         if self.models.routing.unit_of(name):

@@ -62,7 +62,7 @@ class Streams:
     async def follow(
         self, version: Callable[[], object], read: Callable[[], Awaitable[tuple[list[bytes], bool]]]
     ) -> AsyncIterator[bytes]:
-        """Call `read` whenever the result of `version` changes, and yield the lines that `read` returns.
+        """Call `read` whenever the result of `version` changes and yield the lines that `read` returns.
         `read` also returns whether more lines can be read immediately."""
         seen: object = None
         sent_at = time.monotonic()

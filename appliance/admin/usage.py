@@ -79,7 +79,7 @@ def _value(row: DailyUsage, column: str) -> str:
 
 
 def _sum(rows: Iterable[DailyUsage], prices: Mapping[str, ModelPrices]) -> UsageRow:
-    """Return the total of these rows, including costs."""
+    """Return the totals of these rows, including costs."""
     total = UsageRow(requests=0, failed=0, prompt_tokens=0, cached_tokens=0, output_tokens=0)
     for row in rows:
         for name in ("requests", "failed", "prompt_tokens", "cached_tokens", "output_tokens"):

@@ -28,7 +28,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear_texts=["ready", "sleeping", "draining", "stopped"],
         clear_for_s=5.0,
         downstream_of=["replica-crash-loop", "replica-failed", "gpu-xid", "gpus-unreadable"],
-        description="{where} does not answer requests ({text})",
+        description="{where} is not responding to requests ({text})",
         remedy="wait for the restart; if the failure recurs, see the replica's last error: appliance status",
     ),
     BuiltInRule(
@@ -59,12 +59,12 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="model-failed",
-        reason="No replica of the model can serve, so its requests are refused immediately.",
+        reason="No replica of the model can serve requests, so new requests are refused immediately.",
         metric="models[*].state",
         severity="critical",
         texts=["failed"],
         downstream_of=_DEAD,
-        description="{where} refuses all requests",
+        description="{where} is refusing all requests",
         remedy="fix the cause that 'appliance status' shows for the model",
     ),
     BuiltInRule(
@@ -225,15 +225,15 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="load-shedding",
-        reason="The service refuses requests of lower classes to protect higher classes. This is intended, "
-        "but an operator should know about it.",
+        reason="The service refuses requests of lower classes to protect higher classes. These refusals "
+        "are intended, but an operator should know about them.",
         metric="queue.overload_step",
         above=1.0,
         clear=0.5,
         for_s=15.0,
         clear_for_s=60.0,
         downstream_of=[*_BUSY, "queue-full"],
-        description="requests of lower classes are refused because of overload (step {value})",
+        description="requests of lower classes are being refused because of overload (step {value})",
         remedy="add capacity, or lower the limit of the tenant with the most waiting requests",
     ),
     BuiltInRule(
@@ -248,7 +248,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=3.0,
         for_s=30.0,
         downstream_of=[*_BUSY, "queue-full", "load-shedding", "tenant-daily-quota"],
-        description="unusually many requests are refused ({value} standard deviations above the usual rate)",
+        description="unusually many requests are being refused ({value} standard deviations above the "
+        "usual rate)",
         remedy="see the reasons: appliance requests --failed",
     ),
     BuiltInRule(
@@ -262,7 +263,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=0.01,
         for_s=15.0,
         downstream_of=_BUSY,
-        description="{value} of requests fail",
+        description="{value} of requests are failing",
         remedy="see the errors: appliance requests --failed",
         unit="%",
     ),

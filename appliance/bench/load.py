@@ -94,7 +94,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
-        """Return a completion request's body as bytes. Its prompt is determined by the seed and `number`. No
+        """Return a completion request's body as bytes. The prompt is determined by the seed and `number`. No
         two prompts share a prefix that is long enough to hit a prefix cache."""
         draw = random.Random(f"{self.seed}/{number}")
         body: dict[str, object] = {
@@ -118,7 +118,7 @@ class Record(msgspec.Struct):
     began_at: float
     """Time at which the request was sent or, in an open-loop run, should have been sent."""
     late_s: float
-    """Delay between when the request should have been sent and when it was."""
+    """How late the request was sent, in seconds."""
     ended_at: float
     first_at: float | None = None
     """Time at which the first chunk with a token arrived."""

@@ -78,8 +78,9 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
     The standard deviation of a Poisson arrival count is the square root of its mean. A backlog of up to half
     a standard deviation is allowed; servers that run at up to 90% of their capacity rarely reach it.
 
-    The response time is measured in the first quarter of the run, before a backlog can affect it. It is the
-    90th percentile or, if that exceeds RESPONSE_SHARE of the duration, the fastest response's time.
+    The response time is determined from the first quarter of the run, before a backlog can affect responses.
+    The 90th percentile is used or, if that exceeds RESPONSE_SHARE of the duration, the time of the fastest
+    response.
     """
     spans = [
         (one.at_s, math.inf if one.failure == STOPPED else one.at_s + one.e2e_ms / 1000) for one in requests
@@ -154,8 +155,8 @@ def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
     """Search for the highest sustained number of requests per trial. Starting at `first`, double (or halve)
     the number until both a sustained and an unsustained number are known, and then bisect the interval
     between them. A trial that fails without being stopped is repeated once, so that a brief disturbance on
-    the machine does not decide the result. `attempt` runs a trial, and raises UnsettledError if more
-    trials would be useless.
+    the machine does not decide the result. `attempt` runs a trial and raises UnsettledError if more trials
+    would be useless.
     """
     trials: list[Run] = []
     best: Run | None = None

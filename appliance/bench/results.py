@@ -114,7 +114,7 @@ class Run(msgspec.Struct, kw_only=True):
     prompt_tok_s: float
     requests_s: float
     goodput: float | None
-    """Requests per second that met the limits, or None without limits."""
+    """Number of requests per second that met the limits, or None without limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     """Times between consecutive chunks."""
@@ -122,7 +122,7 @@ class Run(msgspec.Struct, kw_only=True):
     """Each request's mean time per output token after the first chunk."""
     e2e_ms: Percentiles | None
     late_p99_ms: float
-    """99th percentile of the delay between when a request should have been sent and when it was."""
+    """99th percentile of how late requests were sent, in milliseconds."""
     workers: int
     busiest_worker_cpu: float
     backlog: Backlog | None = None

@@ -1,6 +1,6 @@
 """A client process, started as `python -m appliance.bench.worker FD`. The process receives a load over the
-pipe with file descriptor FD, reports that it is ready, and receives the start time. It then sends its share
-of the requests and reports the results."""
+pipe with file descriptor FD, reports that it is ready, and receives the start time. The process then sends
+its share of the requests and reports the results."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     latest configuration it has applied."""
     models: list[ServedModel]
     routes: list[Route] | None = None
-    """The names that applications can use for models. They take effect when the message arrives, before new
-    models are loaded. If None, each model is available only under its own name."""
+    """The names that applications can use for models. The names take effect when the message arrives, before
+    new models are loaded. If None, each model is available only under its own name."""
     max_held: int = 1000
     """Maximum number of requests per front process that may be waiting for a model to be loaded."""
     hold_timeout_s: float = 60.0
@@ -174,7 +174,7 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 
 class Preempted(msgspec.Struct, tag="preempted", frozen=True):
     """The request's replica is about to be stopped to make room for another model. The request continues on
-    another replica. This does not count as a lost replica."""
+    another replica. The stopped replica does not count as lost."""
 
     request_id: str
 

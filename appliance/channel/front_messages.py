@@ -136,7 +136,7 @@ class NotTaken(msgspec.Struct, tag="not_taken", frozen=True):
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
-    """Reports the end of a request that was not refused, and describes the answer that the client received.
+    """Reports the end of a request that was not refused and describes the answer that the client received.
     Sent exactly once per request."""
 
     request_id: str

@@ -16,7 +16,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Folder with the tokenizer and the chat template."""
     version: str
-    """Fingerprint of the folder's files. It changes when a file changes."""
+    """Fingerprint of the folder's files, which changes when a file changes."""
     created: int
     """When the model's files were created, in unix seconds."""
     max_model_len: int

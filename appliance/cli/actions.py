@@ -34,7 +34,7 @@ def perform(run_dir: str | None, parameters: msgspec.Struct, *, as_json: bool, y
 def _progress(
     run_dir: str | None, action: Action, parameters: msgspec.Struct
 ) -> AbstractContextManager[None]:
-    """Return a context manager that shows the progress of a load. It shows nothing if standard error is not a
+    """Return a context manager that shows the progress of a load. Nothing is shown if standard error is not a
     terminal or if the action does not return a version's state."""
     if action.result is not VersionStatus:
         return nullcontext()

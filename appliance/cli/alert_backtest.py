@@ -39,7 +39,7 @@ def back_test_rules(
         result = back_test(path, effective_rules(settings.rules, settings.disabled), begin, time.time())
     if not result.samples:
         raise Failure(
-            f"{path} has no samples since {local(begin)}: the service records samples only while it runs"
+            f"{path} has no samples since {local(begin)}: the service records samples only while running"
         )
     tested = {rule.name for rule in settings.rules}
     shown = [one for one in result.transitions if every or rules == BUILT_IN_WORD or one.alert.rule in tested]

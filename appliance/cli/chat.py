@@ -74,7 +74,7 @@ def chat(
     if prompt is None and not is_terminal(sys.stdin):
         prompt = sys.stdin.read() if sys.stdin is not None else ""
     if prompt is not None and not prompt.strip():
-        raise Failure("the prompt is empty: pass a prompt, or start a conversation with: appliance chat")
+        raise Failure("the prompt is empty; pass a prompt, or start a conversation with: appliance chat")
     with ChatClient(find_run_dir(run_dir)) as client:
         options: dict[str, Any] = {"model": _choose(client.models(), model), "temperature": temperature}
         if max_tokens is not None:

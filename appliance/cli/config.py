@@ -67,7 +67,7 @@ def check(file: str | None, *, as_json: bool) -> int:
 
 def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool) -> None:
     """Print the running service's settings. If a settings file is given or no service is running, print the
-    settings that a service would start with."""
+    settings with which a service would start."""
     running = None if config is not None else _of_service(run_dir)
     if running is None:
         with as_failure(SettingsError):

@@ -47,9 +47,7 @@ def open_console(
 
 
 def _check_streams() -> None:
-    """Check that the console can use a terminal. The console reads keys from standard input and writes to
-    standard error, because standard output may be read by other programs. Raises CommandLineError if it
-    cannot."""
+    """Raise CommandLineError unless standard input, standard output and standard error are all terminals."""
     streams = {"input": sys.stdin, "output": sys.stdout, "error": sys.stderr}
     others = [f"standard {name}" for name, stream in streams.items() if not is_terminal(stream)]
     if others:

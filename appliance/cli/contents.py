@@ -39,7 +39,7 @@ def _described(text: KeptText) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Split a stored text into lines, and remove terminal control characters. Each conversation message
+    """Split a stored text into lines and remove terminal control characters. Each conversation message
     becomes a paragraph."""
     try:
         messages = msgspec.json.decode(text, type=list[_Message])

@@ -46,7 +46,7 @@ def show_findings(config: str | None, run_dir: str | None, state_dir: str | None
 
 
 def _is_remote(run_dir: Path) -> bool:
-    """Return True if the service runs on another machine, and therefore examines itself."""
+    """Return True if the service runs on another machine and therefore examines itself."""
     try:
         return is_forwarded(run_dir)
     except UntrustedError:  # a finding reports the problem with the directory

@@ -26,8 +26,8 @@ _METAVARS = {
 
 
 def field_option(field: Declared) -> inspect.Parameter:
-    """Return the option for a declared field, as a parameter of a command's function. Its type is str,
-    because "none" is also a valid value."""
+    """Return the option for a declared field, as a parameter of a command's function. The option's type is
+    str, because "none" is also a valid value."""
     known = field.default not in (None, msgspec.NODEFAULT)
     default = f" (default {shown(field, field.default)})" if known else ""
     info = typer.Option(
@@ -64,7 +64,7 @@ def _value(field: Declared, text: str) -> Any:
     if field.kind == "time":
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
-    # The service checks text and list fields, with error messages that are just as clear.
+    # Leave text and list fields to the service, which reports invalid values just as clearly.
     if value is None or (field.kind not in ("text", "list") and not field.allows(value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""
@@ -92,7 +92,7 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Format a value as human-readable text. None is shown as its meaning for the field, such as "no
+    """Format a value as human-readable text. None is shown as text that depends on the field, such as "no
     limit"."""
     from appliance.cli.times import local
     from appliance.quantities import span_text

@@ -112,9 +112,9 @@ def models_pull(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Download a model from a Hugging Face hub, and add it to the registry.
+    """Download a model from a Hugging Face hub and add it to the registry.
 
-    Downloads the safetensors, tokenizer and configuration files, and verifies their checksums. If the pull is
+    Downloads the safetensors, tokenizer and configuration files and verifies their checksums. If the pull is
     interrupted, run the same command again to resume it. The hub is $HF_ENDPOINT (default:
     https://huggingface.co). The token for private and restricted repositories is $HF_TOKEN, or the token that
     'hf auth login' stored. The service itself needs no network access.

@@ -28,7 +28,7 @@ def drain(
     ] = "120s",
     queue: Annotated[
         bool,
-        typer.Option("--queue", help="Hold new requests until service resumes instead of refusing them."),
+        typer.Option("--queue", help="Instead of refusing new requests, hold them until service resumes."),
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Show the progress until the drain is complete.")
@@ -37,7 +37,7 @@ def drain(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Stop accepting requests, and finish the requests that were already accepted.
+    """Stop accepting requests and finish those already accepted.
 
     Shows the progress until the drain is complete. Ctrl-C asks whether to cancel the drain; without a
     terminal, the drain continues. With --json, each update is one line. The exit code is 1 if any requests

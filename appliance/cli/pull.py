@@ -99,8 +99,8 @@ def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
 
 
 def cache_folder(flag: str | None, run_dir: str | None) -> Path:
-    """Return the hub cache, creating it if necessary. It is the folder named by the flag, $HF_HUB_CACHE or
-    $HF_HOME, or else a folder in the service's state directory."""
+    """Return the hub cache, creating it if necessary. The hub cache is the folder named by the flag,
+    $HF_HUB_CACHE or $HF_HOME, or else a folder in the service's state directory."""
     if flag:
         folder = Path(flag).absolute()
     elif os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME"):
@@ -129,8 +129,8 @@ def _state_folder(run: Path) -> Path:
             state.mkdir(mode=0o700, parents=True, exist_ok=True)
             with as_owner(state):
                 folder.mkdir()
-                # All operators may write to the cache, and the service's user may read it. Other users cannot
-                # enter the state directory.
+                # All operators may write to the cache, and the service's user may read from it. Other users
+                # cannot enter the state directory.
                 folder.chmod(0o2775)
     except OSError as error:
         raise Failure(_not_writable(folder, error.strerror or str(error))) from error

@@ -21,7 +21,7 @@ Models = Annotated[
 ]
 Listen = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Also serve TCP clients on this address. They need a bearer key."),
+    typer.Option(metavar="HOST:PORT", help="Also serve TCP clients on this address; they need a bearer key."),
 ]
 Fronts = Annotated[
     int | None, typer.Option(metavar="N", help="Number of front processes.", parser=whole_number(1, 256))

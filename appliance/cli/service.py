@@ -126,8 +126,8 @@ def service_or_files(run_dir: Path) -> AdminClient | None:
 
 
 def admin_key() -> str | None:
-    """Return the key in $APPLIANCE_ADMIN_KEY, which all callers except operators need. Raises Failure if it
-    cannot be sent in an HTTP header."""
+    """Return the key in $APPLIANCE_ADMIN_KEY, which all callers except operators need. Raises Failure if the
+    key cannot be sent in an HTTP header."""
     key = os.environ.get("APPLIANCE_ADMIN_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable()):
         raise Failure(

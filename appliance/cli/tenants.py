@@ -62,7 +62,7 @@ def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
         found = [tenant for tenant in client.tenants() if tenant.name == name]
         keys = [] if as_json else client.keys()
     if not found:
-        raise Failure(f"there is no tenant {name!r}: list the tenants with: appliance tenants list")
+        raise Failure(f"there is no tenant {name!r}; list the tenants with: appliance tenants list")
     if as_json:
         print_json(found[0])
         return

@@ -17,8 +17,8 @@ from appliance.quantities import (
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
-    """Parse a date or duration and return a Unix time. A duration is subtracted from `now`, or added to it if
-    `ahead` is set. If `ahead` is not set, a time of day such as 14:03 means the latest such time before
+    """Parse a date or duration and return a Unix time. A duration is subtracted from `now`, or added to `now`
+    if `ahead` is set. If `ahead` is not set, a time of day such as 14:03 means the latest such time before
     `now`. Raises CommandLineError with a message that names `option`."""
     parse = future_time if ahead else past_time
     try:

@@ -27,7 +27,7 @@ class Alerting:
         self.manager = AlertManager(rules, AlertLog(history), self._receivers)
 
     def start(self) -> None:
-        """Restore the previous run's alerts, and start the receivers."""
+        """Restore the previous run's alerts and start the receivers."""
         reader = AlertReader(self._history.path)
         try:
             self.manager.restore(reader.open(), reader.silences(time.time()))

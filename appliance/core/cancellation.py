@@ -30,7 +30,7 @@ class RequestCanceller:
         return True
 
     def cancel_matching(self, matches: Callable[[Identity], bool], message: str) -> int:
-        """Cancel all requests from matching callers, and return how many there were."""
+        """Cancel all requests from matching callers and return their number."""
         in_flight = self.requests.state.in_flight
         ids = [request.request_id for request in in_flight.values() if matches(request.first.identity)]
         return sum([self.cancel(request_id, message) for request_id in ids])

@@ -33,7 +33,7 @@ descriptor."""
 
 
 class ContentKeeper:
-    """Stores prompts and answers sent by fronts, and reads them for operators. Methods must be called on the
+    """Stores prompts and answers sent by fronts and reads them for operators. Methods must be called on the
     event loop thread. A separate thread reads and decodes the texts from fronts."""
 
     def __init__(

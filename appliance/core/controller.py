@@ -5,8 +5,8 @@
         ▼          ▼            ▼            ▼              ▼
     Listeners    Drains     FrontPool   ModelManager   RequestManager
 
-The controller starts, checks and stops these components. It passes no messages between them: `FrontPool` and
-`ModelManager` call the request manager, which answers fronts through `FrontPool.send`.
+The controller starts, checks and stops these components. Messages between them bypass the controller:
+`FrontPool` and `ModelManager` call the request manager, which answers fronts through `FrontPool.send`.
 `appliance.core.service` connects the components.
 """
 

@@ -1,14 +1,14 @@
-"""Drains a model or the whole service: stops accepting new requests, and lets the accepted requests finish.
+"""Drains a model or the whole service: stops accepting new requests and lets the accepted requests finish.
 
              Controller (stop), DrainAdmin (begin, resume), Reloader (keep_only)
                  │
                  ▼
     Readiness ◄─ Drains ──► Drain ──► RequestManager (pause, resume), cancel(), FrontConfiguration
 
-A drain begins by reporting "not ready". New requests are refused only after every front has applied that
-state and gateways have had time to notice. Requests that are running or waiting when a drain begins may
-finish; any still unfinished after the grace period end with an error. An operator's drain lasts until the
-operator resumes service. A service shutdown is a drain that is never resumed.
+A drain begins by reporting "not ready". New requests are refused only after every front reports "not ready"
+and gateways have had time to notice. Requests that are running or waiting when a drain begins may finish; any
+still unfinished after the grace period end with an error. An operator's drain lasts until the operator
+resumes service. A service shutdown is a drain that is never resumed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FrontConfiguration(Protocol):
         """Send configuration changes to the fronts."""
 
     async def configured(self) -> None:
-        """Send configuration changes to the fronts, and wait until they have applied them."""
+        """Send configuration changes to the fronts and wait until all fronts have applied the changes."""
 
 
 class DrainTools(NamedTuple):

@@ -92,7 +92,7 @@ class ObservingParts:
         self._recorder.start()
 
     async def stop(self) -> None:
-        """Stop recording, and end all streams."""
+        """Stop recording and end all streams."""
         await self._recorder.stop()
         self._sampler.stop()
         self._streams.close()

@@ -1,4 +1,4 @@
-"""Keeps the most recent problems for the status report, and counts how often each has occurred."""
+"""Keeps the most recent problems for the status report and counts how often each has occurred."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ class StartError(Exception):
 
 
 def run(flags: Flags) -> int:
-    """Run the service until SIGTERM or SIGINT, and return the exit code: 0, 1, or 78 for invalid settings. 78
-    is EX_CONFIG in sysexits.h, which tells a service manager not to restart the service. Must be called on
-    the main thread."""
+    """Run the service until SIGTERM or SIGINT and return the exit code: 0, 1, or 78 for invalid settings.
+    Exit code 78 (EX_CONFIG in sysexits.h) tells a service manager not to restart the service. Must be called
+    on the main thread."""
     import uvloop
 
     # The service manager's watchdog kills a hung process with SIGABRT. Python then logs a stack trace that
@@ -88,7 +88,7 @@ async def serve(
     if the service cannot start.
 
     `manager` is the service manager that started the process. `launch` starts replicas, `front_module` is the
-    Python module to run as a front, and `checks` checks the models' files; tests replace these three.
+    Python module to run as a front, and `checks` verifies the models' files; tests replace these three.
     """
     stop, hurry = _signals()
     _raise_descriptor_limit()
@@ -144,7 +144,7 @@ def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Install signal handlers, and return two events. The first SIGTERM or SIGINT sets the first event, and
+    """Install signal handlers and return two events. The first SIGTERM or SIGINT sets the first event, and
     the next one sets the second event."""
     stop, hurry = asyncio.Event(), asyncio.Event()
 

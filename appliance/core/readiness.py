@@ -82,7 +82,7 @@ class Readiness:
         return f"{ready}; loading: {', '.join(loading)}" if loading else ready
 
     def silence(self, model: str) -> str:
-        """Return why the model does not answer requests, or an empty string if it does."""
+        """Return why the model is not answering requests, or an empty string if it is."""
         if drain := self.drains.of(model):
             return drain.reason
         if self.models.accepts_early(model):

@@ -50,7 +50,7 @@ class Recorder:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop sampling, and write the incomplete time intervals."""
+        """Stop sampling and write the incomplete time intervals."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -202,7 +202,7 @@ class Service:
     def _admin_backend(
         self, reloader: Reloader, status: StatusReader, scrape: Scraper, checks: ModelChecks
     ) -> tuple[Backend, AuditedActions]:
-        """Return the admin API's backend, and the object that performs its actions."""
+        """Return the admin API's backend and the object that performs its actions."""
         serving = self._serving
         models = ModelAdmin(
             operations=serving.operations,
@@ -240,7 +240,7 @@ class Service:
         await self.admin.start(self.backend, self.authenticator)
 
     def start(self) -> None:
-        """Load the models, and accept connections."""
+        """Load the models and accept connections."""
         self.controller.start()
         self._serving.operations.restore()
         self._serving.on_demand.start()

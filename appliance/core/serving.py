@@ -5,7 +5,7 @@
         └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
 
 Two components depend on components created after them, so they receive functions instead. The request manager
-sends its answers through the front pool. The front pool gets the fronts' configuration from `Readiness`, and
+sends its answers through the front pool. The front pool gets the fronts' configuration from `Readiness` and
 tells `OnDemand` which models have waiting requests.
 """
 

@@ -47,10 +47,10 @@ class State(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
-    """Open the state in the directories named by the settings, and lock them for this service. Request log
-    rows left open by an earlier run are closed. Raises RunDirError or StoreError. Because a migration, a
-    recovery or a slow disk can take a long time, the service manager is told to keep waiting, and the
-    service's status shows which database is being opened.
+    """Open the state in the directories named by the settings and lock the directories for this service.
+    Request log rows left open by an earlier run are closed. Raises RunDirError or StoreError. A migration, a
+    recovery or a slow disk can delay startup for a long time, so the service manager is told to keep waiting,
+    and the service's status shows which database is being opened.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))
@@ -105,7 +105,7 @@ def _has_bytes(path: Path) -> bool:
 
 def cache_salts(control: ControlStore) -> Callable[[str], str]:
     """Return a function that returns a tenant's salt for the prefix cache. Tenants in the same cache group
-    share a salt. Salts cannot be guessed, and change whenever the service starts."""
+    share a salt. New salts, which cannot be guessed, are chosen each time the service starts."""
     secret = secrets.token_bytes(32)
 
     def salt(name: str) -> str:

@@ -61,8 +61,8 @@ class Manager:
         return True
 
     async def wait_for(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result. While it runs, repeatedly ask the service manager to
-        keep waiting."""
+        """Run `work` in a thread and return its result. Until `work` has finished, repeatedly ask the service
+        manager to keep waiting."""
         working = asyncio.create_task(asyncio.to_thread(work))
         while not working.done():
             self.tell(EXTEND_TIMEOUT_USEC=EXTENSION_US, WATCHDOG=1)

@@ -60,7 +60,7 @@ class AsyncAdminClient:
         return call.decode(response.status, content, str(self.socket))
 
     async def follow(self, call: Call[Answer]) -> AsyncGenerator[Answer, None]:
-        """Make a streaming call, and yield values until the service ends the stream. Close the iterator to
+        """Make a streaming call and yield values until the service ends the stream. Close the iterator to
         close the connection."""
         async with self._sent(call, STREAM_TIMEOUT_S) as response:
             rest = b""
@@ -89,7 +89,7 @@ class AsyncAdminClient:
 
     @contextlib.asynccontextmanager
     async def _sent(self, call: Call[Answer], timeout_s: float | None) -> AsyncIterator[_ResponseStream]:
-        """Send a call, and yield its response. Leaving the `with` block closes the connection."""
+        """Send a call and yield its response. Leaving the `with` block closes the connection."""
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await self._connect()

@@ -1,5 +1,5 @@
-"""`python -m appliance.front --channel FD`: runs a front process. The core starts it and passes it one end of
-a channel."""
+"""Runs a front process as `python -m appliance.front --channel FD`. The core starts the process and passes it
+one end of a channel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ every CPU busy."""
 
 
 def main() -> int:
-    """Run a front process until it stops, and return its exit status."""
+    """Run a front process until it stops and return its exit status."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
     parser.add_argument(

@@ -1,5 +1,5 @@
-"""Reads a request's JSON body into a struct, and enforces limits on its size and contents. Error messages
-contain the name of the invalid field."""
+"""Reads a request's JSON body into a struct and enforces limits on the body's size and contents. Error
+messages contain the name of the invalid field."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body
 
 
 async def receive_body(request: Request, max_bytes: int) -> bytearray:
-    """Receive a body with a JSON Content-Type, and return its bytes. Raises `ApiError` (413, 415), or
+    """Receive a body with a JSON Content-Type and return its bytes. Raises `ApiError` (413, 415), or
     `ClientDisconnected`."""
     _check_content_type(request)
     return await _read_bytes(request, max_bytes, context_of(request).body)

@@ -58,8 +58,8 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """Memory reserved for one request's body. It is held until the request has been prepared. If the tenant's
-    log policy keeps prompts, it is held until the request has finished."""
+    """Memory reserved for one request's body. The memory is held until the request has been prepared or, if
+    the tenant's log policy keeps prompts, until the request has finished."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget

@@ -16,8 +16,8 @@ core."""
 
 
 def limits_within(limits: Limits, descriptors: int) -> Limits:
-    """Return `limits`, lowered if they allow more than `descriptors` connections in total. They always allow
-    at least one authenticated and one unauthenticated connection."""
+    """Return `limits`, lowered if they allow more than `descriptors` connections in total. The returned
+    limits always allow at least one authenticated and one unauthenticated connection."""
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if wanted <= descriptors:
         return limits

@@ -1,4 +1,4 @@
-"""Runs text processing for requests, and divides the processing time fairly between tenants. Short texts are
+"""Runs text processing for requests and divides the processing time fairly between tenants. Short texts are
 processed on the event loop, and long texts in threads."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def do_work(
 
 
 def too_much_work(state: AppState, error: TooMuchWorkError) -> ApiError:
-    """Count a refused request, and return its 503 error, which says that the tenant already has too much text
+    """Count a refused request and return its 503 error, which says that the tenant already has too much text
     being processed."""
     state.refused_prompts += 1
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

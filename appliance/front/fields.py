@@ -17,7 +17,8 @@ MAX_BAD_WORD_CHARS = 256
 """Maximum length of a bad word, in characters. Each word is tokenized with and without a leading space."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
-"""Maximum nesting depth of lists and objects. It is limited because template rendering is recursive."""
+"""Maximum nesting depth of lists and objects. The depth is limited because template rendering is
+recursive."""
 MAX_TEMPLATE_VARIABLE_ITEMS = 32_768
 """Maximum number of values in `chat_template_kwargs`, including those nested in lists and objects."""
 

@@ -179,7 +179,7 @@ class Generation:
         self._fail(refusal_error(message))
 
     async def _fall_back(self, refusal: ApiError) -> None:
-        """Prepare the request for its fallback model, and request admission again. If the fallback model
+        """Prepare the request for its fallback model and request admission again. If the fallback model
         cannot answer it either, the client gets the core's refusal for the original model."""
         prepare, self.task.fall_back = self.task.fall_back, None
         try:
@@ -272,7 +272,7 @@ class Generation:
 
     def _replica_disconnected(self) -> None:
         """Schedule a resubmission, because the replica was lost. Called once for each submission that was
-        running on it."""
+        running on the replica."""
         self._link = None
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:

@@ -80,7 +80,7 @@ class _Health:
         state = self._state
         if identity is None:
             raise unauthorized(
-                "checking a single model requires a key: send 'Authorization: Bearer KEY', or use "
+                "checking a single model requires a key; send 'Authorization: Bearer KEY', or use "
                 "/health/ready without a model",
                 "missing_api_key",
             )

@@ -36,7 +36,8 @@ PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
 
 def key_of(request: Request) -> bytes | None:
-    """Return the request's `Idempotency-Key`, or None if it has none. Raises a 400 if the key is invalid."""
+    """Return the request's `Idempotency-Key`, or None if there is none. Raises a 400 if the key is
+    invalid."""
     keys: list[bytes] = [value for name, value in request.scope["headers"] if name == b"idempotency-key"]
     if len(keys) > 1 or not all(_KEY.fullmatch(key) for key in keys):
         raise invalid(

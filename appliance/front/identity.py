@@ -61,8 +61,8 @@ class IdentityTable:
                 )
         if peer.kind != "unix":
             raise unauthorized(
-                "a key is required: send the header 'Authorization: Bearer KEY'; create a key with: "
-                "appliance keys create",
+                "a key is required; send the header 'Authorization: Bearer KEY' (create a key with: "
+                "appliance keys create)",
                 "missing_api_key",
             )
         identity = self._of_peer(peer)
@@ -75,7 +75,7 @@ class IdentityTable:
         return identity
 
     def tenant_of(self, headers: Sequence[tuple[bytes, bytes]], state: dict[str, Any]) -> str:
-        """Identify a request's caller, and store the identity or the error in the request's state. Return the
+        """Identify a request's caller and store the identity or the error in the request's state. Return the
         tenant, or an empty string if there is no valid identity."""
         try:
             identity = self.identify(headers, state["peer"])

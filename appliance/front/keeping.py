@@ -1,7 +1,7 @@
 """Prepares prompts and answers for storage, as log policies require: hashes them, redacts secrets, and sends
-them to the core. This takes 0.2 ms per thousand characters, so it is done after the answer has been sent, on
-a separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to
-pass on a descriptor.
+them to the core. The preparation takes 0.2 ms per thousand characters, so it is done after the answer has
+been sent, on a separate thread that pauses often. The texts are sent in a memfd, so that the core's event
+loop only has to pass on a descriptor.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MAX_REQUEST_CHARS = 4 << 20
 stored."""
 
 _BEYOND_CHARS = 1024
-"""The search for secrets continues this many characters past the stored part, because a secret may straddle
-its end."""
+"""The search for secrets continues this many characters past the end of the stored part, because a secret may
+straddle that point."""
 _PAUSE_S = 0.0001
 """Length, in seconds, of the thread's pauses, which let the event loop's thread acquire the interpreter lock.
 A pause of 0 would be too short."""

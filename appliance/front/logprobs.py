@@ -113,8 +113,8 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return the number of tokens whose log probabilities are written in one step. It is small enough for a
-    step to take only a few milliseconds."""
+    """Return the number of tokens whose log probabilities are written in one step. The number is small enough
+    for a step to take only a few milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 
@@ -157,7 +157,7 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
 def logprobs_event(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None
 ) -> bytes:
-    """Return `choices[].logprobs` as JSON for a stream chunk. It contains the next tokens of the echoed
+    """Return `choices[].logprobs` as JSON for a stream chunk. The JSON contains the next tokens of the echoed
     prompt, if any remain, followed by `entries`."""
     if task.logprobs is None or entries is None:
         return b"null"

@@ -156,8 +156,8 @@ class Catalog:
         changed.set()
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Load the models in `served`, and drop all others. The previous models stay in use until the new
-        ones are loaded."""
+        """Load the models in `served` and drop all others. The previous models stay in use until the new ones
+        are loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
         for model in served:
@@ -184,7 +184,7 @@ class Catalog:
     # ── use by requests ──
 
     def prepare(self, model: LoadedModel) -> Callable[[], None]:
-        """Record that a request is being prepared for the model, and return a function to call when the
+        """Record that a request is being prepared for the model and return a function to call when the
         preparation has ended. Until then, the core keeps the model loaded. Calling the function again has no
         effect."""
         unit, counts = model.unit, self._preparing

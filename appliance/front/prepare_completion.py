@@ -108,6 +108,6 @@ def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
     if count > MAX_ECHOED:
         raise invalid(
             "echo",
-            f"n × prompt tokens × (1 + logprobs) is {count}; with echo it may be at most {MAX_ECHOED}; "
+            f"n × prompt tokens × (1 + logprobs) is {count}, but with echo it may be at most {MAX_ECHOED}; "
             "request fewer alternatives, or send fewer prompts per request",
         )

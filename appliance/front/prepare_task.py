@@ -20,8 +20,8 @@ MAX_PROMPT_LOGPROBS = 131_072
 """Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding the maximum takes
 40 ms on the event loop."""
 MAX_ANSWER_LOGPROBS = 262_144
-"""Maximum number of log probabilities of generated tokens in a non-streamed answer. They are held in memory
-until the answer is complete, and take about 200 bytes each."""
+"""Maximum number of log probabilities of generated tokens in a non-streamed answer. These log probabilities
+are held in memory until the answer is complete and take about 200 bytes each."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
 """Maximum number of prompt token ids in an answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144
@@ -30,7 +30,7 @@ replica with its own copy of these lists."""
 
 
 async def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
-    """Return the model named by the request, and keep it loaded until the request has been sent to the core.
+    """Return the model named by the request and keep it loaded until the request has been sent to the core.
     Raises `ApiError` if there is no such model or the caller may not use it."""
     context.model = body.model[:200]
     context.stream = bool(body.stream)
@@ -138,7 +138,7 @@ def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: boo
         raise invalid(
             "top_logprobs" if chat else "logprobs",
             f"the answer could have {total} log probabilities (samples × max_tokens × (1 + "
-            f"alternatives)); without stream, at most {MAX_ANSWER_LOGPROBS} are allowed; set stream, or "
+            f"alternatives)), but without stream at most {MAX_ANSWER_LOGPROBS} are allowed; set stream, or "
             "lower one of the three values",
         )
     for prompt in prompts:

@@ -32,7 +32,7 @@ class RefusedField(NamedTuple):
         }
 
     def check(self, value: Any) -> None:
-        """Accept a value that does not change the answer, and raise FieldError for any other value."""
+        """Raise FieldError if the value would change the answer."""
         if value is None or value is False or (isinstance(value, (list, dict, str)) and not value):
             return
         # True == 1 in Python, so compare the types as well.

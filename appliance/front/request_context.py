@@ -87,7 +87,7 @@ def context_of(request: Request) -> RequestContext:
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """Return a new request id, unique in the request log. If the client's `X-Request-Id` contains only common
     characters, the id begins with it, so that operators can find the request by the client's id. A suffix
-    makes it unique, because clients resend the same id when they retry.
+    makes the id unique, because clients resend the same id when they retry.
     """
     own = header(headers, b"x-request-id")
     if own is not None and _SANE_ID.fullmatch(own):

@@ -23,7 +23,7 @@ _STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """The response to a generation request. It always reports the request's end to the core."""
+    """The response to a generation request. The end of the request is always reported to the core."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ class KeyedRun:
             self.leave(connection)
 
     async def send(self, to_client: Send, message: Message) -> None:
-        """Store part of the response (an ASGI message), and send it to the first client."""
+        """Store part of the response (an ASGI message) and send it to the first client."""
         if message["type"] == "http.response.start":
             self._head = {**message}
         else:
@@ -106,8 +106,8 @@ class KeyedRun:
             ]
 
     def end(self) -> None:
-        """Record that the run has ended, and wake waiting retries. If it was successful, keep its answer for
-        a while."""
+        """Record that the run has ended and wake waiting retries. If the run was successful, keep its answer
+        for a while."""
         self.ended.set()
         self.generation = None
         self._body.clear()
@@ -159,7 +159,7 @@ class Retries:
         self._to_core = to_core
 
     def claim(self, claim: Claim, fingerprint: bytes) -> KeyedRun:
-        """Add a run, and ask the core whether this front may run the request. The core's answer arrives in
+        """Add a run and ask the core whether this front may run the request. The core's answer arrives in
         `KeyedRun.claimed`."""
         run = self.runs[claim.scope] = KeyedRun(self, claim, fingerprint)
         self.kept_bytes += run.held_bytes
@@ -183,7 +183,7 @@ class Retries:
             self.drop(next((known for known in self.runs.values() if known.ended.is_set()), run))
 
     def drop(self, run: KeyedRun) -> None:
-        """Remove the run from this front, and release its claim in the core. A run in progress continues only
+        """Remove the run from this front and release its claim in the core. A run in progress continues only
         while its first client is connected."""
         self._forget(run)
         self._to_core(Release(run.scope))

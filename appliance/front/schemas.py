@@ -42,8 +42,8 @@ MAX_SAMPLES = 128
 MAX_ALTERNATIVES = 20
 MAX_STOP_TOKENS = 64
 MAX_USER_CHARS = 512
-"""Maximum length of `user`. The value stays in memory while the request runs, and is written to the request
-log."""
+"""Maximum length of `user`. The value stays in memory while the request is running and is written to the
+request log."""
 DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as in OpenAI's API."""
 
