@@ -1,6 +1,6 @@
-"""Determines which kernels a program will launch, and compiles them ahead of time in parallel processes.
+"""Determines which kernels a program will launch and compiles them ahead of time in parallel processes.
 
-`record` runs code that launches kernels on meta tensors, and records each specialisation that Triton would
+`record` runs code that launches kernels on meta tensors and records each specialisation that Triton would
 compile. Nothing is compiled or executed, so no GPU is needed. `compile_jobs` compiles the recorded
 specialisations and stores them in Triton's cache (TRITON_CACHE_DIR), where later launches find them.
 
@@ -127,7 +127,7 @@ def record(target: GPUTarget, run: Callable[[], object]) -> list[CompileJob]:
     def note(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         job = CompileJob(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
         found.setdefault((job.name, job.specialisation), job)
-        return True  # True keeps Triton from compiling and launching the kernel
+        return True  # returning True keeps Triton from compiling and launching the kernel
 
     with _offline(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
@@ -141,7 +141,7 @@ def compile_jobs(
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CompileFailure]:
-    """Compile the jobs that are not yet in Triton's cache, and return those that failed. Compilation runs in
+    """Compile the jobs that are not yet in Triton's cache and return those that failed. Compilation runs in
     forked processes, so this process must not have initialised CUDA. Raises CompilerError if the compiler
     processes exit early."""
     triton_key()  # hash Triton's sources here, so that the forked workers inherit the result
@@ -207,7 +207,8 @@ def _launcher_class() -> Any:
 
 
 class _Offline:
-    """Implements the parts of Triton's driver interface that are needed for compilation, without a GPU."""
+    """Implements the parts of Triton's driver interface that compilation needs, so that no GPU is
+    required."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

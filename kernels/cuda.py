@@ -63,7 +63,7 @@ class _AttentionPlan:
 
 class CudaOps:
     """Implements `kernels.Ops` on an NVIDIA GPU. An instance owns its kernels' workspaces, so each replica
-    and each stream needs its own.
+    and each stream needs a separate instance.
 
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
       before attention (`attention_prefill.Expansion`); 0 disables the conversion.

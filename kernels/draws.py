@@ -125,6 +125,6 @@ class SamplingOps(Protocol):
           prompt).
         count_slots: [edited rows] int64. For each edited row, the index of its row in `counts`, or -1 for no
           penalties.
-        bias, banned: no (row, token id) pair occurs twice; row -1 marks padding. `logits.first` must be 0,
+        bias, banned: no (row, token id) pair may occur twice; row -1 marks padding. `logits.first` must be 0,
           because token ids index the whole vocabulary.
         """

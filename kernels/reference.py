@@ -1,5 +1,5 @@
-"""Implements every operation in plain torch. This module is the CPU backend, and the reference for testing
-the GPU kernels.
+"""Implements every operation in plain torch. This module is both the CPU backend and the reference for
+testing the GPU kernels.
 
 `kernels.Ops` documents shapes and semantics. The code is optimised for CPUs, where GEMMs take most of the
 time, followed by copying KV pages and torch call overhead.
@@ -228,9 +228,9 @@ def round_in_groups(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply `x [tokens, in]` by an FP8 weight. x is first quantised per token, unless it is already
-    quantised. If the weight has one scale per block, x must not already be quantised, and is quantised with
-    one scale for each group of a token's inputs. Sums are computed in float32 and rounded once to the model's
-    dtype."""
+    quantised. If the weight has one scale per block, x must not already be quantised; it is then quantised
+    with one scale for each group of a token's inputs. Sums are computed in float32 and rounded once to the
+    model's dtype."""
     if weight.block is not None:
         assert isinstance(x, torch.Tensor)
         product = F.linear(round_in_groups(x, weight.block[1]), dequantise(weight))

@@ -11,9 +11,9 @@ from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan
 
 _GATHERED_BYTES = 4 << 20
 """Maximum size, in bytes, of the keys that decode attention copies at a time. The same limit applies to the
-values. A single sequence may exceed it. The limit bounds the working memory, keeps the copy in the CPU cache,
-and keeps allocations small: for larger buffers, the C library requests new pages from the operating system
-each time, which makes attention for 64 sequences take 4 times as long."""
+values. A single sequence may exceed it. The limit bounds the working memory and keeps the copy in the CPU
+cache. It also keeps allocations small: the C library requests new pages from the operating system for each
+larger buffer, which makes attention for 64 sequences take 4 times as long."""
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]
 """Keys or values `[blocks, kv_heads, 64, head_dim]`, and their scales `[blocks, kv_heads, 64]`, which are

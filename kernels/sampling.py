@@ -3,8 +3,8 @@ with its noise, filters and penalties.
 
 Rows are independent: a row's result never depends on the other rows of the batch. As in torch, functions
 whose names end in `_` modify their first argument in place. `plain` and `full` inspect each row's parameters
-on the host and skip features that a row does not use. This is cheap on a CPU, but would have to wait for the
-device on a GPU.
+on the host and skip features that a row does not use. This is cheap on a CPU, but on a GPU it would require
+waiting for the device.
 
 Tokens are drawn with the Gumbel-max method (Gumbel 1954; Maddison et al. 2014): the argmax of `logit /
 temperature + g`, with independent standard Gumbel noise g, is a sample from the softmax. The noise is
@@ -285,8 +285,8 @@ def penalize_(
 
 
 def keep_top_k_(logits: torch.Tensor, top_k: torch.Tensor, largest: int) -> torch.Tensor:
-    """Set all logits smaller than their row's k-th largest to −inf. Tokens that tie with the k-th are kept,
-    as in Hugging Face's implementation.
+    """Set to −inf all logits that are smaller than the k-th largest in their row. Tokens that tie with the
+    k-th largest are kept, as in Hugging Face's implementation.
 
     top_k: [rows] int64, at least 1.
     largest: the maximum of `top_k`, as a Python integer.

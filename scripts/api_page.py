@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Writes the request field tables in docs/api.md: scripts/api_page.py [--check]
+"""Writes the request field tables in docs/api.md.
+
+Usage: scripts/api_page.py [--check]
 
 A field is declared in `appliance/front/schemas.py` or `appliance/front/refused_fields.py`. The tables show
 each field's type, bounds and description. With --check, nothing is written, and the exit code is 1 if the
@@ -119,7 +121,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write or check the page, and return the exit code."""
+    """Write or check the page and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"

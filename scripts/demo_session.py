@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def wait_until_ready(service: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
-    """Wait until `/health/ready` reports that the service is ready, and show its log."""
+    """Print the service's log until `/health/ready` reports that the service is ready."""
     import httpx2
 
     started = time.monotonic()
@@ -115,7 +115,7 @@ def client_of(socket: Path) -> openai.OpenAI:
 
 
 def answer(client: openai.OpenAI, question: str) -> Iterator[str]:
-    """Ask a question, and yield the answer's parts as they arrive."""
+    """Ask a question and yield the answer's parts as they arrive."""
     stream = client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": question}],
@@ -173,7 +173,7 @@ def show_row(appliance: str, run_dir: Path) -> None:
         if rows and rows[-1].get("finish_reason"):
             break
         time.sleep(0.1)
-    print("The row of this request in the request log:")
+    print("This request's row in the request log:")
     for name, value in rows[-1].items():
         print(f"  {name:20} {value}")
 
@@ -194,7 +194,7 @@ def run_in_foreground(command: list[str]) -> None:
 
 
 def stop(service: subprocess.Popen[bytes]) -> int:
-    """Stop the service as systemd does, and return its exit code."""
+    """Stop the service as systemd does and return its exit code."""
     if service.poll() is None:
         os.kill(service.pid, signal.SIGTERM)
     try:

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Writes the tables in docs/ that are derived from the code: scripts/generated_tables.py [--check]
+"""Writes the tables in docs/ that are derived from the code.
+
+Usage: scripts/generated_tables.py [--check]
 
 Comments mark each table's beginning (`generated: NAME`) and end (`end`). With --check, nothing is written,
 and the exit code is 1 if a table is out of date.
@@ -118,7 +120,7 @@ def keys() -> str:
 
 
 def explanations() -> str:
-    """Return the table of the values shown in the console."""
+    """Return the table that explains the values shown in the console."""
     return table(
         ("field or metric", "unit", "window", "meaning", "source"),
         ((one.title, one.unit, one.window, one.text, one.source) for one in EXPLANATIONS.values()),

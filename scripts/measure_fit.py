@@ -8,14 +8,15 @@ Loads a model of each public shape on the first GPU, with random weights. Each m
 bfloat16, and with FP8 weights and an FP8 KV cache. The script then runs enough requests to fill all sequence
 slots. The KV cache is limited to --kv-blocks blocks. Otherwise, it would fill the GPU, and the prediction
 would always be the size of the GPU's memory. The measured memory is the highest increase that NVML reports
-for the GPU. While one shape is loaded, the kernels of the next shape are compiled.
+for the GPU. While one shape is being loaded, the kernels for the next shape are compiled.
 
 A shape that `models fit` refuses is loaded anyway, and the load must fail. With --edge, a replica may use the
-GPU's whole memory. Two KV caches are tried: one that needs 3 % less than the remaining memory, which must
-load, and one that needs 3 % more, which `models fit` must refuse and which must fail to load.
+GPU's whole memory. Two sizes of KV cache are tried. One needs 3 % less than the remaining memory and must
+load. The other needs 3 % more; `models fit` must refuse it, and the load must fail.
 
-Exits with 1 if a prediction is off by more than --limit percent, or a load has an unexpected result. Requires
-torch, triton, msgspec, psutil and nvidia-ml-py, and about five minutes on an H200 that no other process uses.
+Exits with 1 if a prediction is off by more than --limit percent or if a load has an unexpected result.
+Requires torch, triton, msgspec, psutil and nvidia-ml-py, and about five minutes on an H200 that no other
+process uses.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Case:
 
     @property
     def refused(self) -> bool:
-        """Whether `models fit` predicts that the model does not fit."""
+        """Whether `models fit` predicts that the model will not fit."""
         return self.predicted.needed_bytes > self.predicted.usable_bytes
 
 
@@ -125,7 +126,7 @@ def main() -> int:
 
 
 def is_expected(case: Case, found: MeasuredFit, limit_percent: float) -> bool:
-    """Return True if the result is as expected: a load that `models fit` refuses must fail; any other load
+    """Return True if the result is as expected. A load that `models fit` refuses must fail. Any other load
     must succeed, with a prediction error within the limit."""
     if case.refused:
         return bool(found.error)
@@ -138,7 +139,7 @@ def error_of(case: Case, found: MeasuredFit) -> float:
 
 
 def measure(case: Case, unused_bytes: int | None) -> MeasuredFit:
-    """Load the case in another process, and read the GPU's memory use twice: when the replica is ready, and
+    """Load the case in another process and read the GPU's memory use twice: when the replica is ready and
     after it has run the requests. `unused_bytes` is the GPU memory already in use when no replica is running,
     or None without a GPU."""
     _wait_until_free(unused_bytes)
@@ -232,7 +233,7 @@ def _build(cases: list[Case]) -> dict[str, Future[None]]:
             command += ["--max-num-seqs", str(case.settings.max_num_seqs)]
             command += ["--max-num-batched-tokens", str(case.settings.max_num_batched_tokens)]
             command += ["--fp8", "--kv-fp8"] if case.settings.quantization == "fp8" else []
-            if not case.refused:  # a load that `models fit` refuses fails before it needs kernels
+            if not case.refused:  # a load refused by `models fit` fails before it needs any kernels
                 subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
             builds[case.name].set_result(None)
 

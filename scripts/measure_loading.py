@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def show(arguments: argparse.Namespace, rates: dict[str, list[float]]) -> None:
-    """Print the median rates, and write them to the --json file."""
+    """Print the median rates and write them to the --json file."""
     medians = {name: statistics.median(each[1:]) for name, each in rates.items()}
     lowest = min((rate for name, rate in medians.items() if name.startswith("limit")), default=None)
     for name, rate in medians.items():
@@ -116,7 +116,7 @@ def measure_ranks(arguments: argparse.Namespace, files: list[Path]) -> None:
 def run_rank(
     rank: int, arguments: argparse.Namespace, files: list[Path], rendezvous: str, results: Any
 ) -> None:
-    """Run one rank's measurements. Rank 0 reports the total bytes over all ranks, and the slowest rank's
+    """Run one rank's measurements. Rank 0 reports the total bytes over all ranks and the slowest rank's
     time."""
     device = f"cuda:{rank}" if arguments.device == "cuda" else "cpu"
     if arguments.device == "cuda":

@@ -212,8 +212,8 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
-    """Return the seq of the newest row that names this key as the signing key. Returns 0 if no row names it,
-    which means that it has signed all heads from the start."""
+    """Return the seq of the newest row that names this key as the signing key. Returns 0 if no row names this
+    key, which means that this key has signed all heads from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
@@ -240,7 +240,7 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and check that it contains every head in `recorded` (heads kept outside the
+    """Check the whole chain. Also check that it contains every head in `recorded` (heads kept outside the
     database). Returns the fault with the lowest seq.
 
     Without recorded heads, two kinds of tampering go undetected: rewriting the whole chain, and removing the

@@ -93,7 +93,9 @@ def back_up(
     if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
-        raise StoreError(f"{target} already exists", "choose another path, or move the existing one away")
+        raise StoreError(
+            f"{target} already exists", "choose another path, or move the existing file or folder elsewhere"
+        )
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except FileNotFoundError as error:

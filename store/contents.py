@@ -1,7 +1,7 @@
 """Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored as
-text with secrets removed, as hashes, or not at all. They are more sensitive than the request log, so they are
-kept in a separate file that only the service's user can open. Operators read them through an audited
-action."""
+text with secrets removed, as hashes, or not at all. Prompts and answers are more sensitive than the request
+log, so they are kept in a separate file that only the service's user can open. Operators can read them only
+through an audited action."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class ContentLog:
         return self._dropped
 
     def keep(self, contents: Iterable[Content]) -> bool:
-        """Queue a request's contents for writing. Never blocks. Returns False if they were dropped."""
+        """Queue a request's contents for writing. Never blocks. Returns False if the contents were
+        dropped."""
         rows = [msgspec.structs.astuple(content) for content in contents]
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         with self._lock:

@@ -56,7 +56,7 @@ class RotatedKey(NamedTuple):
 class ControlStore:
     """The control database at `path`. Nothing else in the service opens the file for writing. Methods that
     make changes return a future (await it with `asyncio.wrap_future`), which resolves once the change is on
-    disk, or raises the `StoreError` or `ValueError` that prevented it. Safe to call from any thread.
+    disk, or raises the `StoreError` or `ValueError` that prevented the change. Safe to call from any thread.
     """
 
     trail: AuditTrail
@@ -85,7 +85,7 @@ class ControlStore:
             reason = self._writer.state().last_error
             self._writer.close()
             if reason is not None and isinstance(error, MissingDatabaseError | SchemaVersionError):
-                # Creating the database failed, so report the writer's error as the cause.
+                # The database could not be created, so report the writer's error as the cause.
                 raise StorageFaultError(reason) from error
             raise
 
@@ -135,8 +135,8 @@ class ControlStore:
         after_commit: Callable[[T], None] | None = None,
         values: Callable[[T], BeforeAndAfter] | None = None,
     ) -> Future[T]:
-        """Run `apply` on the writer thread, and audit it in the same transaction. An exception in `apply`
-        rolls the transaction back.
+        """Run `apply` on the writer thread and audit the change in the same transaction. An exception in
+        `apply` rolls the transaction back.
 
         - `actor` is the caller, whose intent `trail.intend` has recorded.
         - `action` is the action's name in the action registry, and `params` are its parameters without
@@ -230,7 +230,7 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Delete a tenant. Records of its old keys and requests keep its name. The future raises
+        """Delete a tenant. The records of the tenant's old keys and requests keep its name. The future raises
         `UnknownTenantError` if there is no such tenant, and `ConflictError` if it has a valid key or a peer.
         """
         return self._decide(
@@ -273,8 +273,8 @@ class ControlStore:
     ) -> Future[CreatedKey]:
         """Create a key for `tenant`. `fields` contains the declared fields that differ from their defaults.
         The future returns the key with its secret, which is shown only once, or raises `UnknownTenantError`
-        if there is no such tenant. Raises `ValueError` for an invalid value, such as an unprintable name or a
-        past expiry time.
+        if there is no such tenant. Raises `ValueError` for an invalid value, such as an unprintable name or
+        an expiry time in the past.
         """
         now, secret = time.time(), keys.new_secret()
         plain = KeyRecord(id=keys.new_id(), name="", tenant=tenant, prefix="", sha256="", created_at=now)
@@ -392,9 +392,9 @@ class ControlStore:
 
 
 def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
-    """Return the old and new values to audit: for a changed record, the fields that differ; for a created or
-    deleted one, all fields. In a rotation, the second change creates the new key, whose fields are audited as
-    `successor`."""
+    """Return the old and new values to audit. For a changed record, these are only the fields that differ;
+    for a created or deleted record, all fields. In a rotation, the second change creates the new key, whose
+    fields are audited as `successor`."""
     before, after = (_shown(record) for record in changes[0])
     if before is not None and after is not None:
         same = {name for name in before if before[name] == after[name]}

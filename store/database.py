@@ -40,8 +40,9 @@ Synchronous = Literal["FULL", "NORMAL"]
 _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 PAGE_CACHE_BYTES = 512 << 10
-"""Maximum size of a writer's page cache. SQLite's default of 2 MiB fills so slowly in an idle service that it
-looks like a memory leak. Pages that do not fit are read from the kernel's page cache."""
+"""Maximum size of a writer's page cache. In an idle service, a cache with SQLite's default size of 2 MiB
+fills so slowly that its growth looks like a memory leak. Pages that do not fit are read from the kernel's
+page cache."""
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _CHECKED_INSTRUCTIONS = 20_000
 """Number of SQLite instructions (about 1 ms of work) between checks of a query's time limit."""
@@ -89,7 +90,7 @@ class WritableDatabase:
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
-        """Write the deleted or replaced file's content back to its path, and continue with the new file. If
+        """Write the deleted or replaced file's content back to its path and continue with the new file. If
         another program has put a file at the path, rename that file and return its new name; otherwise return
         an empty string.
 
@@ -114,7 +115,7 @@ class WritableDatabase:
         try:
             self.connection.close()
         except sqlite3.Error as error:
-            log.warning("closing the deleted or replaced file of %s failed: %s", self.path, error)
+            log.warning("failed to close the deleted or replaced file of %s: %s", self.path, error)
         self.connection = _open_writer(self.path, self._schema, self._synchronous)
         self._files = self._identities()
         return aside
@@ -128,7 +129,7 @@ class WritableDatabase:
         _sync(copy)
 
     def _move_aside(self) -> str:
-        """Rename the file that another program has put at the path, and return its new name. Also remove the
+        """Rename the file that another program has put at the path and return its new name. Also remove the
         original database's -wal and -shm files, which SQLite would otherwise apply to the restored file."""
         known, found = self._files[self.path], _identity(self.path)
         foreign = found is not None and found != known
@@ -168,7 +169,7 @@ class WritableDatabase:
         try:
             self.connection.close()
         except sqlite3.Error as error:
-            log.warning("closing %s failed: %s", self.path, error)
+            log.warning("failed to close %s: %s", self.path, error)
         finally:
             os.close(self._lock)
 

@@ -198,7 +198,7 @@ def spooled_actions(folder: Path) -> list[AuditAction]:
             result=entry.result if ended else None,
             before=_value(entry.before),
             after=_value(entry.after),
-            note="waits in the spool",
+            note="waiting in the spool",
         )
     return list(found.values())
 

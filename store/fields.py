@@ -30,15 +30,15 @@ CLASSES = 4
 
 
 class Field(NamedTuple):
-    """A field's declaration, apart from its name, type and default. Operators can set only fields that have
-    a `Field`."""
+    """A field's declaration, apart from its name, type and default. Operators can set only fields that are
+    annotated with a `Field`."""
 
     help: str
     """One sentence that describes the field, without the final full stop."""
     unit: Unit = ""
     low: float = 1
     high: float = MAX_COUNT
-    """Highest allowed number. Both `low` and `high` are themselves allowed."""
+    """Highest allowed number. Both `low` and `high` are inclusive."""
     none: str = ""
     """What None means, if the field is optional."""
 
@@ -112,7 +112,7 @@ class Declared(NamedTuple):
                 return f"1 to {MAX_TEXT_CHARS} printable characters"
 
     def allows(self, value: Any) -> bool:
-        """Return True if the value is allowed. None is not checked here."""
+        """Return True if the value, which must not be None, is allowed."""
         match self.kind:
             case "number" | "span" | "count" | "class":
                 return self.field.low <= value <= self.field.high
@@ -133,7 +133,8 @@ def _is_text(value: str) -> bool:
 
 
 def declared(record: type[msgspec.Struct]) -> Mapping[str, Declared]:
-    """Return a record's fields that have a `Field`, keyed by name, in declaration order."""
+    """Return the fields of a record that are annotated with a `Field`, keyed by name, in declaration
+    order."""
     return _declared(record)
 
 

@@ -129,9 +129,8 @@ def read_key(path: Path) -> SigningKey:
     if len(secret) != _KEY_BYTES:
         raise NotWritableError(
             f"{path} does not contain a key ({_KEY_BYTES} bytes in hex)",
-            "restore it from a backup, or "
-            "move it away, so that the next start creates a new key and records it in the audit chain "
-            "(signatures of older heads can then no longer be checked)",
+            "restore the file from a backup, or move it elsewhere; the next start then creates a new key and "
+            "records it in the audit chain, but signatures of older heads can no longer be checked",
         )
     return SigningKey(secret)
 

@@ -42,7 +42,8 @@ class IncidentWriter:
     succeeds. Raises `StoreError` on failure."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
-        """Raises `StoreError` if `path` exists or cannot be written. The file can grow to `limit_bytes`."""
+        """Raises `StoreError` if `path` exists or cannot be written. The file may grow to at most
+        `limit_bytes`."""
         self.path = path
         self._limit_bytes = limit_bytes
         self._partial = path.with_name(f".{path.name}.partial")

@@ -1,8 +1,8 @@
 """Schemas as ordered migrations, recorded in the database by sqlite-utils.
 
 `PRAGMA user_version` counts the applied migrations. An up-to-date file can therefore be opened without
-importing sqlite-utils, an import that takes 116 ms. `_sqlite_migrations` records when each migration was
-applied. The counter and this table are updated in one transaction.
+importing sqlite-utils, which takes 116 ms. `_sqlite_migrations` records when each migration was applied. The
+counter and this table are updated in one transaction.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) 
 
 def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[str]:
     """Apply the missing migrations to the file, each in its own transaction. Returns the names of the applied
-    migrations. Raises `SchemaVersionError` if the file is newer than `schema`; errors from sqlite3 are passed
-    on."""
+    migrations. Raises `SchemaVersionError` if the file is newer than `schema`; errors from sqlite3
+    propagate."""
     check_not_newer(connection, path, schema)
     if schema_version(connection) == len(schema.migrations):
         return []

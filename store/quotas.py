@@ -23,7 +23,7 @@ from store.writer import Writer
 
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     """The amounts remaining under a tenant's or key's limits. Usage by open requests is not yet subtracted;
-    it is recorded in their rows.
+    it is recorded in the rows of those requests.
     """
 
     scope: QuotaScope

@@ -106,14 +106,14 @@ class ModelRegistry:
             for split in records.select(connection, SplitRecord):
                 if names & split.weights.keys() and not (removes_all and split.name == model):
                     raise ConflictError(
-                        f"the split of {split.name!r} includes a version that would be removed: change the "
+                        f"the split of {split.name!r} includes a version that would be removed; change the "
                         f"split first, or end it with: appliance models split {split.name} --clear"
                     )
             for shadow in records.select(connection, ShadowRecord):
                 if shadow.target in names and not (removes_all and shadow.name == model):
                     raise ConflictError(
-                        f"the shadow of {shadow.name!r} uses a version that would be removed: end it first "
-                        f"with: appliance models shadow {shadow.name} --clear"
+                        f"the shadow of {shadow.name!r} uses a version that would be removed; end the "
+                        f"shadow first with: appliance models shadow {shadow.name} --clear"
                     )
             if known.default_version == version and not removes_all:
                 raise ConflictError(
@@ -142,7 +142,7 @@ class ModelRegistry:
     def set_default(
         self, *, actor: Actor | str, action: str, model: str, version: int
     ) -> Future[ModelRecord]:
-        """Make a version the default of its model, and end any split of the model's requests. The future
+        """Make a version the default of its model and end any split of the model's requests. The future
         raises UnknownModelError if there is no such version."""
         before: dict[str, object] = {}
 
@@ -264,7 +264,7 @@ class ModelRegistry:
                 records.insert(connection, split)
             elif former is None:
                 raise UnknownModelError(
-                    f"{name!r} has no split: list the models and their splits with: appliance models list"
+                    f"{name!r} has no split; list the models and their splits with: appliance models list"
                 )
             return former
 
@@ -296,7 +296,7 @@ class ModelRegistry:
                 records.insert(connection, shadow)
             elif former is None:
                 raise UnknownModelError(
-                    f"{name!r} has no shadow: show the model's details with: appliance models show {name}"
+                    f"{name!r} has no shadow; show the model's details with: appliance models show {name}"
                 )
             return former
 
@@ -321,7 +321,7 @@ class ModelRegistry:
         apply: Callable[[sqlite3.Connection], Any],
         values: Callable[[Any], tuple[Mapping[str, object] | None, Mapping[str, object] | None]],
     ) -> Future[Any]:
-        """Apply and audit a change, and update the in-memory records after the commit."""
+        """Apply and audit a change, then update the in-memory records after the commit."""
         after: list[Registry] = []
 
         def apply_and_read(connection: sqlite3.Connection) -> Any:

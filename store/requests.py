@@ -76,7 +76,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
-    - "joined": the retry waited for the first run to finish, and got its response.
+    - "joined": the retry waited for the first run to finish and got its response.
     - "repeated": the retry got the stored response of a finished run.
     - "anew": the request was run again, because the first run's response was not kept."""
     retry_of: str | None = None
@@ -137,8 +137,8 @@ class RequestLog:
         """
         if row.finished_at is not None:
             raise ValueError(
-                f"request {row.request_id} has finished_at {row.finished_at}: pass a row that has ended "
-                "to end()"
+                f"request {row.request_id} has finished_at {row.finished_at}: pass the row of a "
+                "finished request to end()"
             )
         return self._writer.submit(partial(self._write_open, row))
 
@@ -151,7 +151,8 @@ class RequestLog:
         """
         if row.finished_at is None:
             raise ValueError(
-                f"request {row.request_id} has no finished_at: set it to the unix time of its end"
+                f"request {row.request_id} has no finished_at: set it to the unix time at which "
+                "the request ended"
             )
         return self._writer.submit(partial(self._write_end, row))
 
@@ -213,7 +214,8 @@ class RequestLog:
 
 class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions that select requests; None matches any value. Times are in unix seconds and are compared
-    with `created_at`. The values' limits are checked only when a client's query is parsed."""
+    with `created_at`. Whether the values are within their limits is checked only when a client's query is
+    parsed."""
 
     since: Time | None = None
     until: Time | None = None
@@ -263,8 +265,8 @@ class RequestReader:
     is running.
 
     Each call opens and closes a connection, because an open connection would keep the file in WAL mode when
-    the service stops. Each call blocks for a few milliseconds, and raises `StoreError` if the log cannot
-    be read. All lists are ordered oldest first.
+    the service stops. Each call blocks for a few milliseconds and raises `StoreError` if the log cannot be
+    read. All lists are ordered oldest first.
     """
 
     def __init__(self, path: Path, *, limit_s: float | None = None, limit_bytes: int | None = None) -> None:
@@ -340,7 +342,8 @@ def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
 
 
 def _within(rows: Iterable[tuple[Any, ...]], limit_bytes: int) -> list[Any]:
-    """Return rows until their texts exceed the size limit, including the row that exceeds it."""
+    """Return rows until the total size of their texts exceeds the limit. The row that exceeds the limit is
+    included."""
     found, size = [], 0
     for row in rows:
         found.append(row)

@@ -17,7 +17,7 @@ _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def check_tenant(tenant: TenantRecord) -> None:
-    """Check a tenant's fields except the name, which is checked only on creation."""
+    """Check all of a tenant's fields except the name, which is checked only when the tenant is created."""
     _check_fields(tenant)
     _check_fields(tenant.quota)
 
@@ -59,6 +59,8 @@ def _check_fields(record: msgspec.Struct) -> None:
             continue
         lifted = f", or none for {field.field.none}" if field.optional else ""
         stop = (
-            "; to stop a tenant or key, suspend or revoke it" if isinstance(record, Quota) and lifted else ""
+            "; to refuse all requests, suspend the tenant or revoke the key"
+            if isinstance(record, Quota) and lifted
+            else ""
         )
         raise wrong(field.name, value, f"use {field.expected}{lifted}{stop}")

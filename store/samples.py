@@ -22,8 +22,8 @@ Tree = dict[str, Any]
 _IDENTITY = ("id", "replica", "number", "name", "limit", "where", "model", "kind", "pid")
 """Fields that identify a list entry. The first one with a value is used."""
 _CONSTANT = "="
-"""Key of the JSON object that stands for a number in a layout. A layout contains only numbers that identify
-list entries."""
+"""Key of the JSON object that stands for a number in a layout. The only numbers in a layout are those that
+identify list entries."""
 _DOUBLE_BYTES = 8
 _SINGLE_BITS = 23
 """Number of mantissa bits in a single-precision number."""
@@ -86,7 +86,7 @@ class TelemetrySample(msgspec.Struct, frozen=True):
     numbers: array[float]
 
     def value(self, metric: str) -> float | None:
-        """Return a metric's value, or None if unknown."""
+        """Return a metric's value, or None if it is unknown."""
         position = self.layout.metrics.get(metric)
         if position is None or math.isnan(value := self.numbers[position]):
             return None
@@ -212,8 +212,8 @@ def _decompressed(packed: bytes, rows: int) -> bytes:
 
 
 def _keyed(items: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield each item with its key and the name of the field that supplied the key. This is the first
-    identifying field that has a value. Without such a field, the key is the item's position."""
+    """Yield each item with its key and the name of the field that supplied the key. The key comes from the
+    first identifying field that has a value; if there is none, the key is the item's position."""
     used: set[str] = set()
     for position, item in enumerate(items):
         key, field = str(position), ""

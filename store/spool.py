@@ -95,7 +95,7 @@ class Spool:
         self._dropped = 0
 
     def start(self) -> None:
-        """Read the entries left by an earlier run, and reserve space. Raises OSError if the file cannot be
+        """Read the entries left by an earlier run and reserve space. Raises OSError if the file cannot be
         read."""
         self._entries, self._end, self._mac = read_spool(self._path, self._key)
         # If space cannot be reserved, the file grows when entries are written.
@@ -103,7 +103,7 @@ class Spool:
             os.posix_fallocate(self._open(), 0, RESERVED_BYTES)
 
     def put(self, entry: Entry) -> None:
-        """Store an entry. Never raises. An entry that does not fit into the file is logged in full, and kept
+        """Store an entry. Never raises. An entry that does not fit into the file is logged in full and kept
         in memory unless too many entries are waiting."""
         with self._lock:
             if len(self._entries) >= MAX_ENTRIES:
@@ -158,7 +158,7 @@ class Spool:
             )
 
     def close(self) -> None:
-        """Close the file, and remove it if it contains no entries."""
+        """Close the file and remove it if it contains no entries."""
         with self._lock:
             if self._in_memory:
                 log.critical(

@@ -48,7 +48,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of operations dropped because the database cannot store them. Each of these indicates a bug and
     is logged."""
     restored: str = ""
-    """How the open file was deleted or replaced, and how the writer restored it. Empty if this has not
+    """How the open file was deleted or replaced and how the writer restored it. Empty if this has not
     happened."""
 
 

@@ -76,8 +76,8 @@ class TooManyValuesError(ValueError):
 
 
 class TelemetryReader:
-    """Reads the telemetry at `path`. Each call blocks for a few milliseconds, and raises `StoreError` if
-    the database cannot be read."""
+    """Reads the telemetry at `path`. Each call blocks for a few milliseconds and raises `StoreError` if the
+    database cannot be read."""
 
     def __init__(self, path: Path, *, limit_s: float | None = None) -> None:
         """`limit_s` is the time limit per query; slower queries raise `SlowQueryError`."""
@@ -172,9 +172,9 @@ class TelemetryReader:
         return None if before is None else before / 1000, None if after is None else after / 1000
 
     def details(self, at: float) -> list[bytes]:
-        """Return the documents that contain the details of the second `at` (unix seconds): the newest full
-        frame recorded by then, followed by the changes since that frame. Returns an empty list if that
-        second's details were not recorded."""
+        """Return the documents that contain the details recorded for one second, whose time is `at` (unix
+        seconds): the newest full frame recorded by then, followed by the changes since that frame. Returns an
+        empty list if that second's details were not recorded."""
         end = round(at * 1000)
         with self._reading() as connection:
             rows = connection.execute(

@@ -57,7 +57,8 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
     tenant = find(connection, name)
     if name in BUILT_IN:
         raise ConflictError(
-            f"tenant {name!r} is built in and cannot be deleted", "suspend it to refuse its requests"
+            f"tenant {name!r} is built in and cannot be deleted",
+            "to refuse requests from it, suspend the tenant",
         )
     keys = [key for key in records.select(connection, KeyRecord, "tenant = ?", name) if key.valid_at(now)]
     peers = records.select(connection, PeerRecord, "tenant = ?", name)

@@ -43,8 +43,8 @@ class TrailState(NamedTuple):
     """Seq of the newest row whose head is recorded outside the database."""
     spool: SpoolState
     last_error: str | None
-    """Why entries are spooled or heads cannot be recorded, or which rows are missing from the chain; None if
-    there is no problem."""
+    """Why entries are being spooled, why heads cannot be recorded, or which rows are missing from the chain;
+    None if there is no problem."""
 
 
 class Appended(NamedTuple):
@@ -68,12 +68,12 @@ class AuditTrail:
 
     def start(self) -> None:
         """Append the entries that an earlier run left in the spool, add results for its unfinished intents,
-        and record the head. If the database refuses writes, all of this happens later."""
+        and record the head. If the database refuses writes, all of this is postponed."""
         self._heads.start()
         self._call(self._begin).exception()
 
     def close(self) -> None:
-        """Try one last time to empty the spool, and record the head."""
+        """Try one last time to empty the spool and record the head."""
         self._call(self.append).exception()
         self._heads.record()
         self._spool.close()
@@ -159,7 +159,9 @@ class AuditTrail:
         self._spool.put(entry)
         if news:
             place = self._spool.state().path or "memory only"
-            log.error("%s; until control.db accepts writes again, audit entries wait in %s", error, place)
+            log.error(
+                "%s; until control.db accepts writes again, audit entries will be kept in %s", error, place
+            )
 
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)
@@ -167,7 +169,7 @@ class AuditTrail:
         if (beyond := self._heads.beyond(newest)) is not None:
             self._shorter = (
                 f"the audit chain ends at row {newest}, but {self._heads.path} contains the head of row "
-                f"{beyond.seq}: control.db has lost all changes after row {newest}; stop the service, "
+                f"{beyond.seq}, so control.db has lost all changes after row {newest}: stop the service, "
                 "keep the files, and restore a backup (details: appliance audit verify)"
             )
             log.error("%s", self._shorter)

@@ -1,5 +1,5 @@
 """The thread that writes to a database. Each database has exactly one. Operations are functions that take the
-connection, and run in the order of submission. Two methods submit operations:
+connection. They run in the order of submission. Two methods submit operations:
 
 - `submit` never blocks and never raises. Operations share commits: a commit follows after at most 200 ms or
   500 operations. While the disk refuses writes, operations wait in memory, up to a limit. A full disk
@@ -144,7 +144,7 @@ class Writer:
         return future
 
     def submit_for_result(self, operation: Operation[T]) -> Future[T]:
-        """Submit an operation to be committed immediately, and return a future for its result. As with
+        """Submit an operation to be committed immediately and return a future for its result. As with
         `submit`, the operation shares its commit and is retried while the disk refuses writes."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
@@ -211,7 +211,7 @@ class Writer:
     @property
     def stalled_s(self) -> float:
         """How long the thread has spent on its current operation, in seconds; 0 while it waits for work. A
-        high value means that the disk hangs without reporting an error."""
+        high value means that the disk is not responding but has not reported an error."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 

@@ -1,7 +1,7 @@
 """The registry of operator actions. Each action is declared only here; CLI commands, key bindings,
 confirmation dialogs and audit rows are derived from these declarations. To perform an action, send
 `POST /actions/NAME` on the admin socket, with the parameters as JSON. `appliance.admin.handlers` maps each
-action to its handler, so this module can be imported without the service's modules.
+action to its handler, so importing this module does not import the service's modules.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Action(NamedTuple):
 
     @property
     def is_target_required(self) -> bool:
-        """Whether a target must be named. If so, its name is an argument on the command line; otherwise, it
-        is an option."""
+        """Whether a target must be named. If so, the command line takes the target's name as a positional
+        argument; otherwise, as an option."""
         fields = msgspec.structs.fields(self.parameters)
         return any(field.required for field in fields if field.name == self.named_by)
 

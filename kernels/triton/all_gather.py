@@ -26,7 +26,8 @@ from kernels.triton.peer_arena import (
 _WARP_WORDS = 128
 """Number of 32-bit words that a warp exchanges (four per thread)."""
 _MAX_WARP_PROGRAMS = 8
-"""Maximum number of single-warp programs. Messages that would need more are divided into larger items."""
+"""Maximum number of single-warp programs. If a message would need more than this, its items are made larger
+instead."""
 
 
 def fits(words: int, arena: Arena) -> bool:

@@ -27,8 +27,10 @@ _MIN_BLOCK = 128
 
 
 def block_words(words: int) -> int | None:
-    """Return the number of words per item for rows of `words` 32-bit words, or None if rows of this length
-    cannot be sent."""
+    """Return how many words of a row form one item, or None if rows of this length cannot be sent.
+
+    words: length of a row in 32-bit words.
+    """
     block = REGION_BLOCK
     while block >= _MIN_BLOCK:
         if words % block == 0:
@@ -38,8 +40,11 @@ def block_words(words: int) -> int | None:
 
 
 def max_rows(hidden: int, arena: Arena) -> int:
-    """Return the maximum number of rows of `hidden` 16-bit numbers supported by `all_reduce_add`, or 0 if
-    rows of this length cannot be sent."""
+    """Return the maximum number of rows that `all_reduce_add` supports, or 0 if rows of this length cannot be
+    sent.
+
+    hidden: length of a row in 16-bit numbers.
+    """
     block = block_words(hidden // 2) if hidden % 2 == 0 else None
     return 0 if block is None else PROGRAMS * arena.items // (hidden // 2 // block)
 
@@ -151,7 +156,7 @@ def receive_sum(
     FLOAT: gl.constexpr,
     ADD: gl.constexpr,
 ):
-    """Receive one item from every peer, and add all ranks' items in rank order. If ADD is set, also add
+    """Receive one item from every peer and add all ranks' items in rank order. If ADD is set, also add
     `residual`. Returns the rounded sums.
 
     received: address of rank 0's item.

@@ -83,8 +83,8 @@ def all_reduce_norm_fp8(
 
 
 def block_words(words: int) -> int:
-    """Return the number of words, a multiple of _MIN_BLOCK, that a program loads at a time from a row of
-    `words` words."""
+    """Return how many words of a row a program loads at a time: a multiple of _MIN_BLOCK. words: the row's
+    length."""
     block = _MAX_BLOCK
     while words % block:
         block //= 2

@@ -44,7 +44,7 @@ With small heads, 128 would be possible, but compiling the kernel would take a m
 class DecodeWorkspace:
     """Scratch memory for `decode`. Each stream needs its own workspace, which all of a model's layers can
     share. kv_heads, group (query heads per KV head), head_dim and the maximum number of sequences are fixed
-    on allocation."""
+    when the workspace is allocated."""
 
     partial: torch.Tensor
     """The splits' unnormalised attention results: `[items, kv_heads, group, head_dim]` float32."""
@@ -91,8 +91,8 @@ def config_for(
     A single sequence is limited by attention latency, not by memory bandwidth. Its programs therefore load
     their first page early, and combine more splits at a time, which takes more registers: 168 per thread with
     4 warps. Programs have 8 warps if there are so many query heads per KV head that a split's partial sums
-    are large. If there are also only 3 or 4 KV heads, loading the first page early makes batches of a few
-    sequences faster.
+    are large. If, in addition, there are only 3 or 4 KV heads, loading the first page early makes batches of
+    a few sequences faster.
     """
     fp8, wide = element_size == 1, group >= 8 and head_dim <= 128
     few = wide and 2 < kv_heads <= 4 and sequences <= (4 if fp8 else 8)

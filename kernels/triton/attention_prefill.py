@@ -38,8 +38,8 @@ subnormal in float16."""
 
 _LOWEST = tl.constexpr(-1.0e30)
 """A row's initial running maximum. It is finite, so that a page without visible keys does not produce NaN.
-Masked scores must be -inf, not this value: the compiler fuses `score × scale - largest` into one instruction,
-which does not round the product, so the difference could be about 1e20 instead of 0."""
+Masked scores must be -inf, not this value. The compiler fuses `score × scale - largest` into one instruction
+that does not round the product, so with this value, the difference could be about 1e20 instead of 0."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -172,9 +172,9 @@ def plan_tiles(
 
 
 HOPPER_ABOVE = 1024
-"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. Compared with the
-general kernel, it takes 5 to 27 % less time on an H200 above this limit, the same time at half the limit, and
-5 to 22 % more below that. It runs only one program per multiprocessor, so no other program can use the
+"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. On an H200, that kernel
+takes 5 to 27 % less time than the general kernel above this limit, the same time at half the limit, and 5 to
+22 % more below that. It runs only one program per multiprocessor, so no other program can use the
 multiprocessor while a tile starts or ends."""
 
 
@@ -197,7 +197,7 @@ EXPAND_FROM = 64
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Describes how a pass reads an FP8 cache. The three lists are copied to the device, and are valid for
+    """Describes how a pass reads an FP8 cache. The three lists are copied to the device and are valid for
     every layer with the same attention window."""
 
     pages: np.ndarray
@@ -332,9 +332,9 @@ def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
     the scratch pool.
 
     With two programs per multiprocessor, one computes its softmax while the other uses the tensor cores. With
-    8 warps, there are then at most 128 registers per thread, and the compiled code waits for every
-    tensor-core product. With 4 warps, it does not wait, but a loop with a block table or a conversion spills
-    slightly more registers.
+    8 warps each, two programs leave at most 128 registers per thread, and the compiled code waits for every
+    tensor-core product. With 4 warps, the code does not wait, but a loop with a block table or a conversion
+    spills slightly more registers.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)

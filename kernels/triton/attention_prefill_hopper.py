@@ -33,7 +33,7 @@ from kernels import PAGE_TOKENS
 _LOG2_E = 1.4426950408889634
 
 _STAGES = 2
-"""Number of pipeline stages for keys, and the same number for values. Each stage takes 32 KiB; with the
+"""Number of pipeline stages for keys, which is also the number for values. Each stage takes 32 KiB; with the
 queries, this adds up to 160 KiB of shared memory. At least two are needed, because the kernel waits for the
 next keys before releasing the current values."""
 
@@ -127,7 +127,7 @@ def _positions(record):
 
 @gluon.jit
 def _fetch_block(tiles, one, two, ready, empty, phase, smem, at):
-    """Wait until a pipeline stage has been released, and load 128 keys or values into it: two pages, each as
+    """Wait until a pipeline stage has been released and load 128 keys or values into it: two pages, each as
     two tiles of 64 dimensions."""
     mbarrier.wait(empty, phase ^ 1)
     mbarrier.expect(ready, 128 * 128 * 2)

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
-"""Contains the first and last kernels of a decode step, which access the running sequences' device tables.
-`place` computes the position and KV slot of each sequence's token before the forward pass. `advance` stores
-each sampled token as the sequence's next input. Both kernels can be captured in a CUDA graph."""
+"""Contains the first and last kernels of a decode step. Both access the device tables with the state of the
+running sequences. `place` computes the position and KV slot of each sequence's token before the forward pass.
+`advance` stores each sampled token as the sequence's next input. Both kernels can be captured in a CUDA
+graph."""
 
 from __future__ import annotations
 

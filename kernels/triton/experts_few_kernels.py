@@ -35,8 +35,8 @@ def _takers(
     whether the token has chosen the expert, and the index of this choice among all choices.
 
     With BY_PAIR, `slot` is the index of a choice. If several tokens have chosen the same expert, only the
-    programs of the first of these choices have work. Without BY_PAIR, `slot` is the index of an expert. With
-    PARTIAL, this rank has only EXPERTS experts, numbered from `first_expert`, and the programs of other
+    programs for the first of these choices have work. Without BY_PAIR, `slot` is the index of an expert. With
+    PARTIAL, this rank has only EXPERTS experts, numbered from `first_expert`, and the programs for other
     experts have no work.
     """
     token = tl.arange(0, ROWS)
@@ -117,8 +117,8 @@ def _up_gemv(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Let the next kernel start only after this wait, because that kernel reads the chosen experts
-        # before waiting for this one.
+        # Let the next kernel start only after this wait, because the next kernel reads the chosen experts
+        # before waiting for this kernel.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -260,8 +260,8 @@ def _up_dot(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Let the next kernel start only after this wait, because that kernel reads the chosen experts
-        # before waiting for this one.
+        # Let the next kernel start only after this wait, because the next kernel reads the chosen experts
+        # before waiting for this kernel.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(

@@ -279,7 +279,7 @@ def _write_groups(
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Divide the choices of this rank's experts into groups of at most ROWS choices, and write the groups.
+    """Divide the choices of this rank's experts into groups of at most ROWS choices and write the groups.
     end_positions: the end of each expert's positions. totals: each expert's number of choices."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)

@@ -43,7 +43,7 @@ class ExpertsPlan:
 
     @property
     def quantises(self) -> bool:
-        """Whether `down` quantises its own input if the weights are quantised."""
+        """Whether `down` itself quantises its input when the weights are quantised."""
         return self.form in ("gemv", "stream")
 
     @property

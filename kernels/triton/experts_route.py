@@ -11,10 +11,10 @@ chooses the experts, and counts each expert's choices.
 Both functions can also count how many tokens have chosen each expert, with atomic integer additions, so that
 the totals do not depend on timing.
 
-The input is normalised in float32 and rounded once to its dtype. The logits are its products with the
-router's rows, summed in float32 and not rounded. Experts are ordered by decreasing logit, and for equal
-logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every token has
-top_k distinct experts for any input.
+The input is normalised in float32 and rounded once to its dtype. The logits are the products of the rounded
+input with the router's rows, summed in float32 and not rounded. Experts are ordered by decreasing logit, and
+for equal logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every
+token gets top_k distinct experts, whatever its logits.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ def _choose(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts for a block of ROWS tokens, and count each expert's choices."""
+    """Choose the experts for a block of ROWS tokens and count each expert's choices."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -419,8 +419,8 @@ def _choose(
         logit += tl.load(parts + of_token + index[None, :], mask=inside, other=0.0)
     # A NaN fails the comparison. Adding zero makes a negative zero positive.
     logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
-    # Map the logits to integers with the same order, because the GPU can find the largest integer of 32
-    # threads in one instruction.
+    # Map the logits to integers that sort in the same order, because the GPU can find the largest integer of
+    # 32 threads in one instruction.
     key = logit.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     # Padding and experts already chosen get the lowest value, which is below that of experts with a NaN

@@ -163,8 +163,8 @@ def _up_stream(
     k_x = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, in_x)))
     row = _weight_row(tile, index, COLUMNS, BLOCK_N, True)
     if PDL:
-        # Let the next kernel start only after this wait, because that kernel reads the chosen experts
-        # before waiting for this one.
+        # Let the next kernel start only after this wait, because the next kernel reads the chosen experts
+        # before waiting for this kernel.
         _wait()
         _launch_dependents()
     expert = gl.load(chosen + pair).to(gl.int64)

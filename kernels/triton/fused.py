@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 """Contains the elementwise kernels between a decoder's GEMMs: RMSNorm, QK-norm + RoPE + KV-cache write, and
-SiLU·mul. Each reads its data only once, and has a variant that quantises its result to e4m3. (The GEMMs in
+SiLU·mul. Each reads its data only once and has a variant that quantises its result to e4m3. (The GEMMs in
 `linear` add the residual.) `kernels.Ops` defines shapes and semantics. The kernels round at the same points
 as `kernels.reference`: a normalised head before the rotation, silu(gate) before the multiplication, and a
 result before its quantisation.
@@ -24,8 +24,8 @@ from kernels import PAGE_TOKENS, KvPool, Rotation
 from kernels.limits import LARGEST_ROW
 
 FP8 = torch.float8_e4m3fn
-"""Dtype of quantised values. Triton's interpreter does not support e4m3, so tests that use it replace this
-dtype; values are then scaled, but not rounded to eight bits."""
+"""Dtype of quantised values. Triton's interpreter does not support e4m3, so tests that run in the interpreter
+replace this dtype; values are then scaled, but not rounded to eight bits."""
 
 
 # ── RMSNorm ──────────────────────────────────────────────────────────────────────────────────────────

@@ -145,7 +145,7 @@ def linear_fp8(
             f"expected float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
-    # Use a kernel for several rows: the one-row kernels quantise x themselves, and cannot process a row that
+    # Use a kernel for several rows: the one-row kernels quantise x themselves and cannot process a row that
     # is already quantised.
     for_rows = rows if x_scale is None else max(rows, 2)
     plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
@@ -170,7 +170,7 @@ def linear_fp8(
 
 def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm:
     """Allocate a buffer for the deferred norm of a GEMM's `result [rows, columns]`. The GEMM must use this
-    `plan`, and must not use SwiGLU."""
+    `plan` and must not use SwiGLU."""
     rows, columns = result.shape
     parts = triton.cdiv(columns, plan.block_n)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=result.device)
@@ -183,8 +183,8 @@ def quantise(
     """Quantise `x [rows, n]`, which must be contiguous, to e4m3 with scales `[rows, 1]` float32, as
     `reference.quantise_fp8` does.
 
-    values: dtype of the quantised values. Triton's interpreter does not support e4m3, so tests that use it
-    pass a different dtype.
+    values: dtype of the quantised values. Triton's interpreter does not support e4m3, so tests that run in
+    the interpreter pass a different dtype.
     """
     rows, n = x.shape
     quantised = torch.empty((rows, n), dtype=values, device=x.device)

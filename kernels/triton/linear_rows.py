@@ -277,7 +277,7 @@ def _dot(
     GAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by all tokens. Each program sums over 1 / SPLIT of K."""
+    """Multiply BLOCK_N weight rows by all tokens. Each program sums over one of SPLIT equal parts of K."""
     depth: tl.constexpr = K // SPLIT
     tile = tl.program_id(0) // SPLIT
     split = tl.program_id(0) % SPLIT

@@ -6,8 +6,8 @@ As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core ins
 other operand, and K may be split over programs. Unlike in `dot`, the copy engine (TMA) loads the tiles. The
 kernel is written in Gluon, Triton's lower-level language, which controls when each load starts. Each program
 first requests the weights of all its stages, then waits for the previous kernel, and only then requests x.
-Programs are small, so that the next GEMM's programs fit on a multiprocessor alongside the running ones, and
-load their first weights while those finish.
+Programs are small, so that the next GEMM's programs fit on a multiprocessor alongside the running ones and
+can load their first weights while the running ones finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
@@ -183,7 +183,7 @@ def _tiles(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by all tokens. Each program sums over 1 / SPLIT of K."""
+    """Multiply BLOCK_N weight rows by all tokens. Each program sums over one of SPLIT equal parts of K."""
     values: gl.constexpr = w_tiles.dtype
     bits: gl.constexpr = values.primitive_bitwidth
     dtype: gl.constexpr = out.dtype.element_ty

@@ -3,25 +3,25 @@
 that send and receive its words.
 
 Like NCCL's LL protocol and TensorRT-LLM's Lamport kernels, the protocol pushes data. Every rank owns an
-*arena*: device memory that all ranks have mapped. A rank writes its part of a message into its peers' arenas,
+*arena*: device memory that all ranks have mapped. A rank writes its part of a message into its peers' arenas
 and polls its own arena until its peers' parts have arrived. A 32-bit word that has not arrived contains a
 reserved value, so a single store both transfers the data and signals its arrival, and no barrier or fence is
 needed.
 
 An arena can be reused without a barrier for two reasons:
-- Each program (CUDA block) of a grid has a separate region of the arena, and counts its calls in device
+- Each program (CUDA block) of a grid has a separate region of the arena and counts its calls in device
   memory. The parity of the count selects one of the region's two halves, so replays of a CUDA graph need no
   input from the host. All ranks must launch the same grids in the same order.
-- The thread that reads a word immediately writes the reserved value back. A peer overwrites this word only
-  two calls later, after receiving this rank's part of the call in between. This rank sends that part only
-  after its first call has finished and restored the reserved value.
+- After reading a word, a thread immediately writes the reserved value back. A peer overwrites the word only
+  two calls later, and only after it has received this rank's part of the intermediate call. This rank sends
+  that part only after its own first call has finished, and therefore has restored the reserved value.
 
 If a peer stopped, the other ranks would poll forever. The poll loop therefore also reads a flag. Once this
-flag is set, all calls return soon with undefined results, and the group of ranks must be recreated. The host
-sets a word in its own memory, and a thread that has polled for about 50 ms copies it to the flag, which is in
-device memory. Threads must not read host memory more often: reads of one address are serialised, so thousands
-of threads in a large grid would take about 1 ms, and two ranks would keep delaying each other by 1 ms in
-every following call.
+flag is set, all calls return promptly with undefined results, and the group of ranks must be recreated. The
+host sets a word in its own memory, and a thread that has polled for about 50 ms copies it to the flag, which
+is in device memory. Threads must not read host memory more often. Reads of one address are serialised, so the
+thousands of threads in a large grid would take about 1 ms, and two ranks would keep delaying each other by 1
+ms in every subsequent call.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def signal(text: gl.constexpr):
 
 @gluon.jit
 def poll(address, stop):
-    """Wait until four words per thread have arrived, and return them."""
+    """Wait until four words per thread have arrived and return them."""
     return gl.inline_asm_elementwise(
         _POLL, "=&r,=&r,=&r,=&r,l,l,l,l,l,l,l,l", [address, stop], gl.int32, False, 4
     )
@@ -152,7 +152,7 @@ def begin_call(
     REGION_BLOCK: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Wait for the results of earlier kernels, and select the half of the program's region for this call.
+    """Wait for the results of earlier kernels and select the half of the program's region for this call.
 
     Returns four values: the number of earlier calls; the address in this rank's arena at which the words from
     rank 0 arrive; the address to which this rank's words are written, relative to the start of a peer's

@@ -51,7 +51,7 @@ def combine_kernel(
     PDL: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Combine the chunks of a row into its summary, and finish the row if the summary is sufficient.
+    """Combine the chunks of a row into its summary and finish the row if the summary is sufficient.
 
     The summary contains the best score, its token and logit; the second best score, its token and logit; the
     largest logit; and the sum of exp(logit - largest). The second best score is -inf if it is unknown. The
@@ -81,8 +81,8 @@ def combine_kernel(
     best = tl.max(scores, axis=0)
     token = tl.min(tl.where(scores == best, tokens, 0x7FFFFFFF), axis=0)
     logit = tl.max(tl.where(tokens == token, logits, float("-inf")), axis=0)
-    # The row's second best score is either the best score of any other chunk, or the second best score of the
-    # chunk with the best score, whichever is higher.
+    # The row's second best score is the higher of two values: the best score in the other chunks, and the
+    # second best score in the chunk that contains the best one.
     bound = tl.max(tl.where(tokens == token, seconds, float("-inf")), axis=0)
     scores = tl.where(tokens == token, float("-inf"), scores)
     next_best = tl.max(scores, axis=0)
@@ -248,7 +248,7 @@ def decide_kernel(
         next_count = tl.sum(tl.load(at_above + 3 * plane, mask=counted, other=0.0), axis=0)
         kept = (count < limit) & (mass < target)
         next_kept = (next_count < limit) & (next_mass < target)
-        # If both top-k and top-p apply, the limit of top-p refers to the mass that top-k keeps, which is not
+        # If both top-k and top-p apply, the limit of top-p applies to the mass kept by top-k, which is not
         # known yet.
         single = (by_count & by_mass) == 0
         known = single & (next_best > float("-inf"))
@@ -295,9 +295,9 @@ def _settle_few(
     """Sample a row with a small top-k. Return whether the row is finished, the best score and its token.
 
     At least k tokens reach the k-th largest of the groups' maximum logits, so top-k keeps only tokens that
-    reach it. They are collected and compared with each other, to find the count and mass of the tokens more
-    likely than each. The row stays unfinished if ties make the lists too long (more than FEW groups or 2 ×
-    FEW tokens).
+    reach it. These tokens are collected and compared with each other. For each of them, this gives the count
+    and mass of the tokens that are more likely. The row stays unfinished if ties make the lists too long
+    (more than FEW groups or 2 × FEW tokens).
     """
     group = tl.arange(0, GROUPS)
     highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))

@@ -100,13 +100,14 @@ def finite(x):
 
 @triton.jit
 def flip(bits):
-    """Map float32 bits to integers with the same order as the numbers. The function is its own inverse."""
+    """Map the bits of float32 numbers to integers that sort in the same order as the numbers. The function is
+    its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def rank_of(x):
-    """Map float32 numbers to integers with the same order. Both zeros map to the same integer."""
+    """Map float32 numbers to integers that sort in the same order. Both zeros map to the same integer."""
     return tl.where(x == 0.0, 0, flip(x.to(tl.int32, bitcast=True)))
 
 
@@ -248,7 +249,7 @@ def edit_kernel(
     PDL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Copy a chunk of a row's logits, and apply penalties as `kernels.sampling.penalize_` does."""
+    """Copy a chunk of a row's logits and apply penalties as `kernels.sampling.penalize_` does."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -277,7 +278,8 @@ def edit_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def scatter_kernel(edited, columns, rows, ids, values, count, BAN: tl.constexpr, PDL: tl.constexpr):
-    """Add a bias to the logit of each given (row, token id) pair or, if BAN is true, set it to -inf."""
+    """Add a bias to the logit of each given (row, token id) pair or, if BAN is true, set the logit to
+    -inf."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

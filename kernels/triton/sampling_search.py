@@ -39,7 +39,7 @@ def settle_kernel(
     NVIDIA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the boundary between the kept and the excluded tokens of an unfinished row, and draw again.
+    """Find the boundary between the kept and the excluded tokens of an unfinished row and draw again.
 
     Invariant: tokens with a logit up to `low` are excluded, and tokens with a logit of at least `high` are
     kept.
@@ -100,8 +100,8 @@ def settle_kernel(
     over = tl.where((both == 0) & (logit == float("-inf")), 1e30, over)
     best = largest
     token = tl.full((), 0, tl.int32)
-    # If both top-k and top-p apply, the candidate may turn out to be kept, now that the boundary of top-k is
-    # known.
+    # If both top-k and top-p apply, whether the candidate is kept can only be decided now that the top-k
+    # cutoff is known.
     done = (both & kept) & ((logit >= lowest) & (logit > float("-inf")))
     if done:
         best = tl.load(summary)
@@ -146,8 +146,8 @@ def _draw_over(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """Return the best score among the tokens with a logit above `low` and at least `lowest`, and the token
-    and logit of this score."""
+    """Find the token with the best score among those with a logit above `low` and at least `lowest`. Return
+    its score, its id and its logit."""
     scores = tl.full([TILE], float("-inf"), tl.float32)
     tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
     logits = tl.full([TILE], float("-inf"), tl.float32)
@@ -188,8 +188,8 @@ def _narrow(
 ):
     """Narrow the range between `low` and `high` by reading the row once. Also return `over`, the factor by
     which the tokens above the new `low` exceed the limits (by count or by mass, whichever is larger). `over`
-    is 0 if no token is left between `low` and `high`. `mass_over` is the mass above `low`. The argument
-    refers to the old `low`, and the result to the new `low`. extra: an additional threshold to test, or
+    is 0 if no token is left between `low` and `high`. `mass_over` is the mass above `low`: the argument
+    refers to the old `low`, and the returned value to the new one. extra: an additional threshold to test, or
     `high` for none."""
     j = tl.arange(0, THRESHOLDS)
     # In the first steps, thresholds are equally spaced between the bounds, which converges quickly for

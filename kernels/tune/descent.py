@@ -2,7 +2,7 @@
 
 A plan that is fast in isolation may be slow within a layer. With programmatic dependent launch (PDL), each
 GEMM loads weights while the previous kernel finishes, so neighbouring kernels compete for the
-multiprocessors. The search therefore changes one GEMM's plan at a time, and keeps the new plan only if the
+multiprocessors. The search therefore changes one GEMM's plan at a time and keeps the new plan only if the
 *layer* becomes faster. It stops after a round with almost no gain. It finds only a local minimum, so it is
 run from several starting points. The measurement function is a parameter, so this module needs no GPU.
 """
@@ -26,14 +26,14 @@ Replay = Callable[[Sequence[int]], list[float]]
 run in microseconds."""
 
 ENOUGH = 0.003
-"""Minimum relative gain. The search stops after a round that gains less, and keeps the original plans if the
-total gain is less."""
+"""Minimum relative gain. The search stops after a round that gains less than this, and keeps the original
+plans if the total gain is below it."""
 NOISE = 0.001
 """Expected relative difference between two medians measured for the same plans in interleaved runs."""
 
 _SCREENING, _MORE = 4, 12
-"""Number of rounds with all runners, and number of additional rounds with only the runners close to the
-fastest."""
+"""Number of rounds with all runners, followed by the number of additional rounds with only the runners that
+were close to the fastest."""
 _NEAR = 0.015
 
 
@@ -82,9 +82,9 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
 def search(
     starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
-    """Run a descent from each starting point. Return the fastest local minimum, and the times of that minimum
-    and of the first starting point, in microseconds. The first starting point must be the current plans,
-    which are kept unless a minimum is faster by more than ENOUGH."""
+    """Run a descent from each starting point. Return the fastest local minimum, its time, and the first
+    starting point's time, both in microseconds. The first starting point must be the current plans, which are
+    kept unless a minimum is faster by more than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:
         minimum = descend(start, options, compare)

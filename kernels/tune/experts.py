@@ -1,8 +1,8 @@
 """Searches for the fastest plans for the two GEMMs of a mixture-of-experts layer.
 
 A layer is timed as a whole: norm, router, experts and residual. The search first varies one GEMM's plan while
-the other keeps its rule-based one, then times combinations of both GEMMs' best plans. Few tokens and many
-tokens use different kernels (`kernels.triton.experts_plans`); for some token counts, the search tries both
+the other keeps its rule-based one, then times combinations of both GEMMs' best plans. Small and large token
+counts use different kernels (`kernels.triton.experts_plans`); for some token counts, the search tries both
 kinds.
 """
 
@@ -132,7 +132,7 @@ class ExpertsChain:
 
 
 def search(chain: ExpertsChain, shared_bytes: int, report: Report) -> ExpertsEntry:
-    """Return a layer's fastest plans. Report the three fastest pairs of plans, and the rule-based pair."""
+    """Return a layer's fastest plans. Report the three fastest pairs of plans and the rule-based pair."""
     tried = families(chain.shape, chain.tokens, shared_bytes)
     timed = [timing for family in tried for timing in _best(chain, family)]
     timed.sort(key=lambda one: one[1])
@@ -246,7 +246,7 @@ def _first(plans: Iterable[ExpertsPlan]) -> list[ExpertsPlan]:
 
 
 def _time(chain: ExpertsChain, tried: Sequence[LayerPlans], rounds: int = 1) -> Timed:
-    """Return each pair of plans with its minimum time, except those that fail to launch."""
+    """Return each pair of plans with its minimum time. Pairs that fail to launch are omitted."""
     timed: dict[LayerPlans, float] = {}
     for plans in [plans for _ in range(rounds) for plans in tried]:
         try:

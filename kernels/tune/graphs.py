@@ -13,7 +13,7 @@ _REPLAYS = 11
 
 
 class Graphs:
-    """Captures CUDA graphs on a separate stream, and times them. The graphs share memory for temporary
+    """Captures CUDA graphs on a separate stream and times them. The graphs share memory for temporary
     tensors: they may run in any order, but never at the same time, and a replay overwrites the results of
     earlier ones.
     """
@@ -21,7 +21,7 @@ class Graphs:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool: tuple[Any, ...] = ()
-        # A memory pool can be shared only with a graph that still exists. This one keeps the pool alive.
+        # Hold on to this graph, because a memory pool can be shared only with a graph that still exists.
         self._first = self.capture(lambda: torch.zeros(1, device="cuda"))
         self._pool = (self._first.pool(),)
 

@@ -37,8 +37,8 @@ def read_tried(path: Path) -> Tried:
 
 
 def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
-    """Return the starting points of a descent: the shipped table's plans, the rule-based plans, and a plan
-    for the `tiles` kernel for every GEMM."""
+    """Return the starting points of a descent: the shipped table's plans, the rule-based plans, and plans
+    that use the `tiles` kernel for every GEMM."""
     tiles = {one: next(iter(_tiles(one, rows, hopper)), plan) for one, plan in shipped.items()}
     found: list[Choice] = []
     for one in (shipped, rule_plans(shipped, rows), tiles):
@@ -72,7 +72,7 @@ def shortlist(
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
     """Yield plan combinations that together launch every kernel that any combination of these plans can
-    launch. A GEMM's kernel depends on its own plan, and on the shared norm that the previous GEMM may
+    launch. A GEMM's kernel depends on its own plan and on the shared norm that the previous GEMM may
     compute."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):

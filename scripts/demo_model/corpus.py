@@ -107,8 +107,8 @@ def load_questions(path: Path) -> list[dict[str, str]]:
 
 
 def choose_questions(purposes: list[Purpose], seed: int) -> list[dict[str, str]]:
-    """Return `QUESTION_COUNT` questions, taken in rotation from the well-known modules. No two expect the
-    same sentence."""
+    """Return `QUESTION_COUNT` questions, taken in rotation from the well-known modules. No two questions have
+    the same expected sentence."""
     shuffled = random.Random(seed)
     by_module: dict[str, list[Purpose]] = defaultdict(list)
     for purpose in purposes:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The model's dimensions. Even if matrices are split across four ranks, every shard dimension is a
-    multiple of 64."""
+    """The model's dimensions. They are chosen so that every dimension of a shard is a multiple of 64, even if
+    matrices are split across four ranks."""
 
     vocabulary: int = 5120
     hidden: int = 384

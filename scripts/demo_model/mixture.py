@@ -39,7 +39,7 @@ _KEPT_FILES = (
 
 
 def make_mixture(dense: Path, out: Path, steps: int, seed: int) -> None:
-    """Build a mixture-of-experts model from the demo model in `dense`, and write it to `out`. Prints
+    """Build a mixture-of-experts model from the demo model in `dense` and write it to `out`. Prints
     progress."""
     teacher = LlamaForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     student = upcycle(teacher, NOISE, seed)
@@ -120,7 +120,7 @@ def _divergence(student: Any, teacher: Any, tokens: Tensor, known: Tensor) -> tu
 
 
 def _chat_rows(tokenizer: Tokenizer, dense: Path) -> list[Tensor]:
-    """Tokenize each question together with its answer, and return the token ids."""
+    """Tokenize each question together with its answer and return the token ids."""
     lines = (dense / "questions.jsonl").read_text("utf-8").splitlines()
     texts = [
         f"{BEGIN}{USER}{entry['question']}{END_OF_TURN}{ASSISTANT}{entry['expected']}{END_OF_TURN}"

@@ -113,7 +113,7 @@ def test_an_opening_after_the_end_does_not_reopen_the_request(history, request_r
 
 
 def test_rows_passed_to_the_wrong_method_are_refused(history, request_row):
-    with pytest.raises(ValueError, match=r"req-1 has finished_at 5\.0: pass a row"):
+    with pytest.raises(ValueError, match=r"req-1 has finished_at 5\.0: pass the row"):
         history.log.open(request_row(finished_at=5.0))
     with pytest.raises(ValueError, match="req-1 has no finished_at"):
         history.log.end(request_row())

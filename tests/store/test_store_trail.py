@@ -146,7 +146,7 @@ def test_a_start_with_fewer_rows_than_the_recorded_heads_confirm_is_reported(tmp
     rows = 3 if how == "cut" else 0
     assert said is not None and said in caplog.messages
     assert said.startswith(
-        f"the audit chain ends at row {rows}, but {tmp_path / 'audit.heads'} contains the head of row 5: "
+        f"the audit chain ends at row {rows}, but {tmp_path / 'audit.heads'} contains the head of row 5, so "
     )
 
 
