@@ -109,9 +109,9 @@ def test_alerts_are_listed_acknowledged_and_silenced(make_service: Make) -> None
     wait_until(lambda: bool(down()))
     [alert] = down()
     assert (alert["rule"], alert["state"], alert["where"]) == ("replica-down", "firing", "m-0")
-    assert "acknowledged: m-0 does not answer" in run("alerts", "ack", alert["id"], *at)
+    assert "acknowledged: m-0 is not responding" in run("alerts", "ack", alert["id"], *at)
     listed = run("alerts", "list", *at)
-    assert "CRITICAL  m-0 does not answer" in listed and "acknowledged by uid:" in listed
+    assert "CRITICAL  m-0 is not responding" in listed and "acknowledged by uid:" in listed
     assert "likely cause: m-0 ended" in listed and "next step: wait for the restart" in listed
     said = run("alerts", "silence", "replica-down", "--for", "2h", "--reason", "planned", *at)
     assert said.startswith("silence ") and ": planned" in said

@@ -79,7 +79,7 @@ def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
     ("words", "reason"),
     [
         (("chat", "--to", "gone"), "there is no model 'gone'"),
-        (("chat", "--to", "chat"), "answers the requests for 'chat' itself"),
+        (("chat", "--to", "chat"), "already answers the requests for 'chat'"),
         (("gone", "--to", "same"), "there is no model or alias 'gone'"),
         (("chat", "--to", "same", "--share", "0%"), "--share '0%' is not valid"),
         (("chat",), "--clear"),
