@@ -59,11 +59,11 @@ PEER_ARENA_BYTES = 34_603_008
 """Size, in bytes, of the memory through which a GPU exchanges messages with one other rank
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""With several GPUs, passes of at least this many tokens overlap their sums over the ranks with computation
+"""With several GPUs, passes of at least this many tokens overlap their all-reduces with computation
 (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
-"""If sums overlap with computation, the number of tokens in the first half of a pass is a multiple of this
-value, so that GEMM tiles are full."""
+"""If all-reduces overlap with computation, the number of tokens in the first half of a pass is a multiple of
+this value, so that GEMM tiles are full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

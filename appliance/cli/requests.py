@@ -79,7 +79,7 @@ def show_requests(
         rows, sequence = source.newest(query, limit)
         if query.request_id is not None and not rows and not follow:
             raise Failure(
-                f"{source.name} has no request {query.request_id!r}: list the requests with: appliance "
+                f"{source.name} has no request {query.request_id!r}; list the requests with: appliance "
                 "requests"
             )
         if follow:

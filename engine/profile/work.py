@@ -289,8 +289,8 @@ def _suits_hopper(config: ModelConfig, info: ReplicaInfo, shape: StepShape, wind
 
 
 def _seen(context: int, count: int, window: int | None) -> int:
-    """Return how many cached tokens the last `count` of `context` tokens attend to, rounded up to whole KV
-    blocks."""
+    """Return the number of cached tokens that are attended to by the last `count` tokens of a context of
+    `context` tokens, rounded up to whole KV blocks."""
     reach = context if window is None else min(context, window - 1 + count)
     return -(-reach // BLOCK_TOKENS) * BLOCK_TOKENS
 

@@ -16,11 +16,12 @@ class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
     A step that contains a chunk skips the prompts of lower-priority levels. They would lengthen the step, and
-    the chunk's submission has to wait for the whole step. To prevent starvation, a step does not skip prompts
-    in favour of a level L if both of the following hold:
+    the chunk's submission has to wait for the whole step. To prevent starvation, a step skips no prompts in
+    favour of a level L if both of the following hold:
 
     - The previous step skipped prompts in favour of L or of a higher-priority level.
-    - Since the last step that skipped no prompt, at least one step has skipped prompts in favour of L.
+    - L has already had its turn: a step in the current unbroken run of skipping steps skipped prompts in
+      favour of L.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:

@@ -215,8 +215,8 @@ class Submission:
 
 
 def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
-    """Return a new submission with all of its sequences waiting. `submit` must have passed
-    `validation.refusal`."""
+    """Return a new submission with all of its sequences waiting. The caller must already have checked the
+    `submit` message with `validation.refusal`."""
     submission = Submission(origin, submit, arrival, submit.level)
     sampling = submit.sampling
     stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
@@ -275,7 +275,7 @@ def setup_of(sequence: Sequence) -> SlotSetup:
 
 
 def setup_numbers(sequence: Sequence) -> int:
-    """Return the size of a sequence's setup in a plan, counted in token ids."""
+    """Return how much of a plan a sequence's setup takes up, in units of one token id."""
     sampling = sequence.submission.submit.sampling
     history = len(sequence.tokens) if sampling.penalised else 0
     # A bias is a token id and a 9-byte float; count it as three token ids.

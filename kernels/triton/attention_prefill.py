@@ -331,10 +331,10 @@ def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
     """Return the launch parameters. direct: whether the kernel reads an FP8 pool. expanded: whether it reads
     the scratch pool.
 
-    With two programs per multiprocessor, one computes its softmax while the other uses the tensor cores. With
-    8 warps each, two programs leave at most 128 registers per thread, and the compiled code waits for every
-    tensor-core product. With 4 warps, the code does not wait, but a loop with a block table or a conversion
-    spills slightly more registers.
+    Two programs run per multiprocessor, so that one can compute its softmax while the other uses the tensor
+    cores. With 8 warps each, this leaves at most 128 registers per thread, so the compiled code waits for
+    every tensor-core product. With 4 warps, it does not wait, but loops that read a block table or convert
+    FP8 values spill slightly more registers.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)
