@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key": "keys", "peer": "keys"}
 """Kinds of objects that must be selected before an action can start, each with the screen that lists them.
-Without a selection, actions on other kinds apply to the whole service."""
+An action on another kind can start without a selection."""
 _LISTED_RESULTS = (Alert, DrainStatus, Key, Tenant)
 """Types of results that are not shown in a dialog, because the screens show them."""
 _UNCERTAIN = "The service may have performed the action: check before you repeat it"

@@ -68,7 +68,8 @@ class Findings(NamedTuple):
 
 
 class AuditAction(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator's action. Times are in ISO 8601."""
+    """An operator's action. Times are in ISO 8601. The order of the fields is that of the columns that
+    `_ACTIONS` selects, and of the keys in JSON."""
 
     seq: int | None
     """Sequence number of the audit chain row with the action's intent. Null while the action is still in the

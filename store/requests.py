@@ -333,10 +333,10 @@ class RequestReader:
 def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
     """Return a filter's SQL conditions and the values for their placeholders."""
     conditions, values = ["true"], []
-    for field, condition in _CONDITIONS.items():
+    for field in RequestFilter.__struct_fields__:
         value = getattr(wanted, field)
         if value is not None:
-            conditions.append(condition)
+            conditions.append(_CONDITIONS[field])
             values.append(_storable(value))
     return conditions, values
 

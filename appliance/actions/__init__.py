@@ -25,10 +25,11 @@ confirmation."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert", "rule", "silence"]
 ImpactKind = Literal["none", "requests", "suspend", "resume", "unload", "sleep", "replace", "remove"]
 """What the action does to the target's requests and replicas. "none": nothing that is known in advance.
-"requests": running and queued requests are affected. "suspend": new requests are refused or held until
-"resume". "unload": the version finishes its requests, and then releases its memory. "sleep": the same, but
-the weights stay in host memory. "replace": another version becomes the default, and the previous one is
-unloaded. "remove": the target is deleted. The service refuses this while the target is in use."""
+"requests": the dialog shows the running and queued requests that the action concerns. "suspend": new requests
+are refused or held until "resume". "unload": the version finishes its requests, and then releases its memory.
+"sleep": the same, but the weights stay in host memory. "replace": another version becomes the default, and
+the previous one is unloaded. "remove": the target is deleted. The service refuses this while the target is in
+use."""
 Visibility = Literal["shown", "internal"]
 """Whether operators can choose the action. Internal actions are performed only as steps of a command."""
 

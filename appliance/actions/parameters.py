@@ -21,8 +21,9 @@ Weight = Annotated[float, Meta(gt=0, le=1e6)]
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
-# Keys of `Meta.extra`. They describe the parameter on the command line: "metavar" is the placeholder for its
-# value in help, "short" its short option, "option" its option if that is not named after the parameter, and
+# Keys of `Meta.extra`. They describe the parameter on the command line. Generated commands use "metavar", the
+# placeholder for the parameter's value in help, and "short", its short option. The console uses the others to
+# write the equivalent command: "option" is the parameter's option if it is not named after the parameter, and
 # "none_option" the option that stands for null. "after" marks a parameter that is an argument after the
 # target, not an option; its value is the text between the two.
 NAME = {"metavar": "NAME"}

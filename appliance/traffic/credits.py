@@ -103,8 +103,7 @@ class CreditAccount:
         return self._availability(share)[0][level]
 
     def levels(self, share: float) -> Levels:
-        """Return the levels for which the replica has credit and slots if the fraction `share` of all slots
-        is reserved."""
+        """Return the replica's sets of levels if the fraction `share` of all slots is reserved."""
         return self._availability(share)[1]
 
     def _availability(self, share: float) -> tuple[list[int], Levels]:

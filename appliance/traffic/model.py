@@ -165,7 +165,7 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def levels(self) -> Levels:
-        """Return the levels for which at least one replica has credit and slots."""
+        """Return the union of the replicas' sets of levels."""
         share, accepted, slots, free = self._reserved_share(), 0, 0, 0
         for account in self.accounts:
             one = account.levels(share)
