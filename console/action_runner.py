@@ -19,8 +19,8 @@ from console.fingerprints import required_lists
 from console.impact import Impact, forecast_lines, result_lines
 from console.keys import offered
 from console.replay import FILE_IS_FIXED, PAST_IS_FIXED
+from console.roles import Role
 from console.source import ListName, NoAnswerError, SourceError
-from console.themes import Role
 
 if TYPE_CHECKING:
     from console.app import ConsoleApp

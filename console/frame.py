@@ -12,10 +12,10 @@ from console.context import Context
 from console.help import help_lines
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, cells, clip, fit, line, span, spread, width_of, wrap
+from console.roles import Role
 from console.screens.base import MIN_HEIGHT, MIN_WIDTH, View
 from console.screens.panels import STATE_ROLES
 from console.screens.table import TableView
-from console.themes import Role
 from console.timeline import PastState, badge_text, timeline_lines
 
 _RESTARTED_S = 60.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from console.lines import Line, Span
-from console.themes import Role
+from console.roles import Role
 
 GlyphSet = Literal["braille", "block", "ascii"]
 GLYPH_SETS: tuple[GlyphSet, ...] = ("braille", "block", "ascii")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from console.themes import Role
+from console.roles import Role
 
 
 class Span(NamedTuple):

@@ -19,12 +19,13 @@ from console.frame import FrameState, frame
 from console.glyphs import GLYPH_SETS, GlyphSet
 from console.history import History
 from console.lines import Line
+from console.roles import Role
 from console.screens.base import FAR, JUMP_LETTERS, MIN_HEIGHT, MIN_WIDTH, PAGE, View
 from console.screens.compare import CompareView
 from console.screens.registry import all_views, alternate_views
 from console.screens.table import TableView
 from console.source import ListName, Row, SnapshotSource
-from console.themes import THEMES, Role, ThemeName
+from console.themes import THEMES, ThemeName
 from console.timeline import PastState
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 60.0

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from textual.theme import BUILTIN_THEMES, Theme
 
-from console.themes import BACKGROUNDS, THEMES, Role, ThemeName
+from console.roles import Role
+from console.themes import BACKGROUNDS, THEMES, ThemeName
 
 
 def textual_theme(name: ThemeName) -> Theme:

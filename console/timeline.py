@@ -12,7 +12,7 @@ from console import units
 from console.glyphs import GlyphSet
 from console.lines import Line, Span, clip, line, span, spread
 from console.recordings import Mark, PastTimeline
-from console.themes import Role
+from console.roles import Role
 
 WINDOW_POINTS = 600
 """Number of points on the timeline: 10 minutes at a resolution of one second."""

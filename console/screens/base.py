@@ -8,8 +8,8 @@ from appliance.actions import Action, TargetKind
 from console.context import Context
 from console.filters import Cell
 from console.lines import Line, clip, span
+from console.roles import Role
 from console.source import ListName
-from console.themes import Role
 
 MIN_WIDTH, MIN_HEIGHT = 60, 18
 """Minimum size for panels and tables. In smaller terminals, screens show one fact per line instead."""

@@ -11,8 +11,8 @@ from console.context import Context
 from console.glyphs import chart as bars
 from console.glyphs import rounded_up
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spread, titles
+from console.roles import Role
 from console.screens.base import JUMP_LETTERS, Fact, Table, View, table
-from console.themes import Role
 
 _GUTTER = 6
 """Width of the labels to the left of the charts."""

@@ -10,11 +10,11 @@ from appliance.pages import NamedRequest
 from console import units
 from console.context import Context
 from console.lines import BLANK, Line, fact_lines
+from console.roles import Role
 from console.screens.panels import CLASS_ROLES
 from console.screens.request_time import Part, time_lines
 from console.screens.table import TableColumn, TableView
 from console.source import MAX_ROWS, ListName
-from console.themes import Role
 
 
 def failed(row: NamedRequest) -> bool:

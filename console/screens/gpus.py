@@ -11,9 +11,9 @@ from console.context import Context
 from console.glyphs import bar, bar_legend, unknown_bar
 from console.history import Point
 from console.lines import BLANK, Line, clip, fact_lines, heading, line, span, wrap
+from console.roles import Role
 from console.screens.panels import celsius, gpu_text, history_chart, kernel_time, shown_span, watts
 from console.screens.table import TableColumn, TableView
-from console.themes import Role
 
 _LINK_FIELDS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
 

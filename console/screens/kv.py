@@ -13,9 +13,9 @@ from console import units
 from console.context import Context
 from console.glyphs import bar_legend, meter
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, width_of
+from console.roles import SERIES, Role
 from console.screens.base import FAR, JUMP_LETTERS, PAGE, Fact, Table, View, table
 from console.screens.panels import history_chart, kv_bar, shown_span
-from console.themes import SERIES, Role
 
 _CONTEXT_ROWS = 7
 _CELL_SIZE_WIDTH = 24

@@ -12,10 +12,10 @@ from console import units
 from console.context import Context
 from console.glyphs import meter
 from console.lines import Line, clip, fact_lines, heading, span, titles, wrap
+from console.roles import Role
 from console.screens.panels import STATE_ROLES, state_text
 from console.screens.table import TableColumn, TableView
 from console.source import ListName
-from console.themes import Role
 
 _RECENT_S = 5.0
 """Steps that ended less than this many seconds ago are shown without their age, because showing it would

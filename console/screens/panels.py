@@ -11,7 +11,7 @@ from console.glyphs import bar as bar_of
 from console.glyphs import bar_legend, chart, meter, per_cell, unknown_bar
 from console.history import LATENCIES, Point
 from console.lines import Line, Span, beside, clip, fit, heading, line, span, spread, titles, wrap
-from console.themes import Role
+from console.roles import Role
 
 STATE_ROLES: dict[str, Role] = {
     "ready": "good",

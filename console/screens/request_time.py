@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from console import units
 from console.lines import Line, Span, heading, span
-from console.themes import Role
+from console.roles import Role
 
 PhaseName = Literal["queue", "prefill", "decode"]
 

@@ -10,10 +10,10 @@ from appliance.snapshot import UnfinishedRequest
 from console import units
 from console.context import Context
 from console.lines import BLANK, Line, fact_lines
+from console.roles import Role
 from console.screens.panels import CLASS_ROLES
 from console.screens.request_time import Part, time_lines
 from console.screens.table import TableColumn, TableView
-from console.themes import Role
 
 _PHASES: dict[str, tuple[str, Role]] = {
     "queued": ("Q", "warn"),

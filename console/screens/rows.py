@@ -9,10 +9,10 @@ from appliance.pages import ChainReport
 from console import units
 from console.context import Context
 from console.lines import BLANK, Line, fact_column, wrap
+from console.roles import Role
 from console.screens.base import Fact
 from console.screens.table import TableColumn, TableView
 from console.source import MAX_ROWS, ListName, ListRow, RowLevel
-from console.themes import Role
 
 _NAME_WIDTH = 16
 _MAX_PROBLEMS = 3

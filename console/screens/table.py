@@ -11,8 +11,8 @@ from console.context import Context
 from console.filters import Cell, FilterError, FilterField, ValueUnit, matcher, sort_rows
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, is_heading, span, wrap
+from console.roles import Role
 from console.screens.base import JUMP_LETTERS, Fact, Table, View
-from console.themes import Role
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6

@@ -11,9 +11,9 @@ from console import units
 from console.context import Context
 from console.glyphs import GlyphSet, meter
 from console.lines import Line, clip, fact_lines, fit, heading, line, span, wrap
+from console.roles import Role
 from console.screens.table import TableColumn, TableView
 from console.source import ListName
-from console.themes import Role
 
 
 def fullest(row: TenantUse) -> LimitUsage | None:
