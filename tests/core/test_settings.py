@@ -272,7 +272,7 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
         (
             'groups.g = {models = ["b", "c"], load = "all"}\ngroups.h = {models = ["c", "d"], load = "all"}',
             "groups.h.models",
-            "'c' is in groups 'g' and 'h'",
+            "'c' is in two groups that load all their models together, 'g' and 'h'",
         ),
         (
             'groups.g = {models = ["b", "c"], load = "all"}\ngroups.h = {models = ["b", "c"], load = "one"}',
