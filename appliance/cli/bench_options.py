@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import TOKENS, number, whole_number
+from appliance.cli.options import TOKENS, count_option, number, whole_number
 
 MAX_REQUESTS = 2_000_000
 """The value of `appliance.bench.rates.MAX_REQUESTS`, repeated here because that module is slow to import."""
@@ -36,42 +36,20 @@ Model = Annotated[
 ]
 VocabSize = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Use random token ids below N as prompts. Default: the vocabulary size reported by the server.",
-        parser=TOKENS,
+    count_option(
+        "Use random token ids below N as prompts. Default: the vocabulary size reported by the server.",
+        TOKENS,
     ),
 ]
 Concurrency = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Number of concurrent streams (default 16).",
-        show_default=False,
-        parser=whole_number(1, 100_000),
-    ),
+    int | None, count_option("Number of concurrent streams (default 16).", whole_number(1, 100_000))
 ]
 Requests = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Total number of requests (default 4 per stream).",
-        show_default=False,
-        parser=whole_number(1, MAX_REQUESTS),
-    ),
+    count_option("Total number of requests (default 4 per stream).", whole_number(1, MAX_REQUESTS)),
 ]
-PromptTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Prompt tokens per request (default 512).", show_default=False, parser=TOKENS
-    ),
-]
-OutputTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Output tokens per request (default 128).", show_default=False, parser=TOKENS
-    ),
-]
+PromptTokens = Annotated[int | None, count_option("Prompt tokens per request (default 512).", TOKENS)]
+OutputTokens = Annotated[int | None, count_option("Output tokens per request (default 128).", TOKENS)]
 Rate = Annotated[
     float | None,
     typer.Option(
@@ -115,32 +93,23 @@ ItlP99Ms = Annotated[
     ),
 ]
 Runs = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Number of runs (default 1). The median run is shown.",
-        show_default=False,
-        parser=whole_number(1, 1000),
-    ),
+    int | None, count_option("Number of runs (default 1). The median run is shown.", whole_number(1, 1000))
 ]
 WarmUp = Annotated[
     bool, typer.Option("--warm-up/--no-warm-up", help="Send unmeasured requests before the first run.")
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Number of client processes. The default depends on the number of streams and cores.",
-        parser=whole_number(1, 256),
+    count_option(
+        "Number of client processes. The default depends on the number of streams and cores.",
+        whole_number(1, 256),
     ),
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Seed for prompts and arrival times. Default: random, so that no prompt is in the server's "
-        "cache.",
-        parser=whole_number(0, 2**63 - 1),
+    count_option(
+        "Seed for prompts and arrival times. Default: random, so that no prompt is in the server's cache.",
+        whole_number(0, 2**63 - 1),
     ),
 ]
 JsonFile = Annotated[

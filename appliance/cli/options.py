@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,6 +47,11 @@ def number(low: float, high: float) -> Callable[[str | float], float]:
 def is_decimal(text: str) -> bool:
     """Return True if `text` is a finite number written in ASCII digits."""
     return bool(_DECIMAL.fullmatch(text)) and any(digit.isdigit() for digit in text.partition("e")[0])
+
+
+def count_option(description: str, parser: Callable[[str | int], int]) -> Any:
+    """Return an option whose value is a whole number N. `parser` is a result of `whole_number`."""
+    return typer.Option(metavar="N", help=description, show_default=False, parser=parser)
 
 
 TOKENS = whole_number(1, 10_000_000)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from appliance import protocol
-from appliance.cli.options import whole_number
+from appliance.cli.options import TOKENS, count_option, whole_number
 from engine import messages
 
 Models = Annotated[
@@ -23,9 +23,7 @@ Listen = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Also serve TCP clients on this address; they need a bearer key."),
 ]
-Fronts = Annotated[
-    int | None, typer.Option(metavar="N", help="Number of front processes.", parser=whole_number(1, 256))
-]
+Fronts = Annotated[int | None, count_option("Number of front processes.", whole_number(1, 256))]
 Device = Annotated[
     messages.Device | None, typer.Option(help="Device that runs the models.", show_default=False)
 ]
@@ -51,53 +49,25 @@ LoadFormat = Annotated[
     ),
 ]
 TensorParallelSize = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Number of ranks per replica; each rank uses one GPU.",
-        parser=whole_number(1, 64),
-    ),
+    int | None, count_option("Number of ranks per replica; each rank uses one GPU.", whole_number(1, 64))
 ]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Maximum length of a sequence (prompt and output) in tokens.",
-        parser=whole_number(1, 10_000_000),
-    ),
+    count_option("Maximum length of a sequence (prompt and output) in tokens.", TOKENS),
 ]
 MaxNumSeqs = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        help="Maximum number of sequences that run at the same time in a replica.",
-        parser=whole_number(1, 65_536),
+    count_option(
+        "Maximum number of sequences that run at the same time in a replica.", whole_number(1, 65_536)
     ),
 ]
 MaxNumBatchedTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Maximum number of tokens computed per step.",
-        parser=whole_number(1, 1_048_576),
-    ),
+    int | None, count_option("Maximum number of tokens computed per step.", whole_number(1, 1_048_576))
 ]
 KvBlocks = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Number of KV cache blocks of 64 tokens each.",
-        parser=whole_number(1, 1_000_000_000),
-    ),
+    int | None, count_option("Number of KV cache blocks of 64 tokens each.", whole_number(1, 1_000_000_000))
 ]
-Replicas = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Number of replicas of each model.",
-        parser=whole_number(1, 1024),
-    ),
-]
+Replicas = Annotated[int | None, count_option("Number of replicas of each model.", whole_number(1, 1024))]
 LogLevel = Annotated[
     protocol.LogLevel | None, typer.Option(help="Minimum level of log messages.", show_default=False)
 ]
