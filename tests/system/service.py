@@ -24,22 +24,9 @@ import psutil
 from appliance.actions.parameters import CreateKey, CreateTenant
 from appliance.client import AdminClient
 from store.requests import RequestFilter, RequestReader
+from tests.system.commands import run_appliance
 
 APPLIANCE = str(Path(sys.executable).with_name("appliance"))
-
-
-def run_appliance(*words: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without a terminal, and return its output and exit code. `environ` is added to the
-    environment."""
-    return subprocess.run(
-        [APPLIANCE, *map(str, words)],
-        stdin=subprocess.DEVNULL,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
 
 
 CALL_TIMEOUT_S = 60.0

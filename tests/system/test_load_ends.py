@@ -20,8 +20,9 @@ import pytest
 from appliance.actions.parameters import ReloadConfig
 from appliance.models.gpus import find_gpus
 from appliance.settings import demo_model_folder
+from tests.system.commands import run_appliance
 from tests.system.model_swaps import is_rank
-from tests.system.service import Service, run_appliance, service
+from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
 SHARD = "model-00002-of-00002.safetensors"

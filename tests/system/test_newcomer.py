@@ -12,7 +12,8 @@ import pytest
 
 from tests.checkpoints import write_constant_checkpoint
 from tests.hub.server import HubServer
-from tests.system.service import APPLIANCE, Service, run_appliance, service
+from tests.system.commands import run_appliance
+from tests.system.service import APPLIANCE, Service, service
 
 pytestmark = pytest.mark.system
 

@@ -21,7 +21,8 @@ from appliance.cli.app import app
 from appliance.client import AdminClient
 from appliance.pages import AuditAction, AuditQuery
 from tests.console.tmux import Tmux, perform
-from tests.system.service import APPLIANCE, Service, run_appliance, service
+from tests.system.commands import run_appliance
+from tests.system.service import APPLIANCE, Service, service
 from tests.system.ssh_forward import SshServer
 
 pytestmark = pytest.mark.system

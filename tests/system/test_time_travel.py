@@ -30,7 +30,8 @@ from console.source import SnapshotSource
 from console.stored_recording import file_recording, service_recording
 from console.timeline import PastState
 from tests.console.test_schema import undelivered
-from tests.system.service import Service, run_appliance, service
+from tests.system.commands import run_appliance
+from tests.system.service import Service, service
 from tests.system.test_deaths import Stream
 
 pytestmark = pytest.mark.system

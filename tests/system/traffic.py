@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from store.requests import RequestFilter, RequestReader
-from tests.system.service import Service, run_appliance
+from tests.system.commands import run_appliance
+from tests.system.service import Service
 
 
 class Load(threading.Thread):

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,6 +27,7 @@ from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
 from tests.system.attacks.conftest import Target
+from tests.system.commands import run_as
 from tests.system.service import APPLIANCE, Service
 from tests.system.test_deaths import Stream
 
@@ -66,39 +66,6 @@ TALKING = (
 )
 READING = (("requests",), ("requests", "--id", "req-forged"), ("audit", "list"), ("audit", "verify"))
 
-_COMMANDS = """
-import contextlib, importlib, io, json, os, pkgutil, sys
-import encodings.idna, http.client
-import appliance.cli, appliance.bench.session, appliance.monitoring.doctor, store.backup
-for module in pkgutil.iter_modules(appliance.cli.__path__):
-    if module.name != "__main__":
-        importlib.import_module(f"appliance.cli.{module.name}")
-from appliance.models import gpus
-gpus.find_gpus()
-# What is imported late may be out of the other user's reach.
-sys.argv = ["appliance", "status", "--run-dir", "/nonexistent"]
-with contextlib.redirect_stderr(io.StringIO()):
-    appliance.cli.main()
-orders, sys.stdin = sys.stdin, open(os.devnull)
-for line in orders:
-    environ, commands = json.loads(line)
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        print(flush=True)
-        continue
-    os.environ.update(environ)
-    os.setgroups([])
-    os.setresgid(UID, UID, UID)
-    os.setresuid(UID, UID, UID)
-    for words in commands:
-        sys.argv, out, err = ["appliance", *words], io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = appliance.cli.main()
-        print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
-    os._exit(0)
-"""
-
 _LISTENER = """
 import os, socket, sys
 os.setgroups([])
@@ -121,42 +88,12 @@ while True:
 """
 
 
-class Commands:
-    """Runs commands as `CALLER`, without a terminal. One process imports everything that the commands need;
-    each call forks it to run the commands."""
-
-    def __init__(self) -> None:
-        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMANDS.replace("UID", str(CALLER))],
-            env={**kept, "APPLIANCE_ADMIN_KEY": SECRET, "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __call__(self, folder: Path, *each: tuple[str, ...], **environ: str) -> list[Any]:
-        """Run commands with the folder as their home directory. Return [exit code, standard output, standard
-        error] for each command."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        home = {name: str(folder) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
-        self._process.stdin.write(json.dumps([home | environ, each]) + "\n")
-        self._process.stdin.flush()
-        outcomes = [json.loads(line) for line in iter(self._process.stdout.readline, "\n") if line]
-        assert len(outcomes) == len(each), "a command ended its process: see standard error"
-        return outcomes
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    runner = Commands()
-    yield runner
-    runner.close()
+def run(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as `CALLER` with the folder as its home directory."""
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    homes = {name: str(folder) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
+    fixed = {"APPLIANCE_ADMIN_KEY": SECRET, "HF_HUB_OFFLINE": "1"}
+    return run_as(CALLER, kept | homes | fixed | environ, *words)
 
 
 class Listener:
@@ -223,92 +160,89 @@ def forge_run_dir(path: Path, state: Path) -> None:
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["by default", "by --run-dir"])
-def test_nothing_is_sent_to_another_users_directory(
-    commands: Commands, folder: Path, trap: Path, explicit: bool
-) -> None:
+def test_nothing_is_sent_to_another_users_directory(folder: Path, trap: Path, explicit: bool) -> None:
     os.chown(folder, CALLER, CALLER)
     named = ("--run-dir", str(trap)) if explicit else ()
     listeners = [Listener(trap / name) for name in ("admin.sock", "api.sock")]
-    outcomes = commands(folder, *[(*words, *named) for words in (*TALKING, *READING)])
+    for words in (*TALKING, *READING):
+        done = run(folder, *words, *named)
+        said = done.stdout + done.stderr
+        assert done.returncode == 1, (words, said)
+        assert f"uid {ATTACKER}" in said and "APPLIANCE_SERVICE_USER" in said, (words, said)
+        assert "forged" not in done.stdout, words
     assert [listener.stop() for listener in listeners] == [b"", b""]
-    for words, (code, out, err) in zip((*TALKING, *READING), outcomes, strict=True):
-        assert code == 1, (words, out, err)
-        assert f"uid {ATTACKER}" in err + out and "APPLIANCE_SERVICE_USER" in err + out, (words, out, err)
-        assert "forged" not in out, words
 
 
 def test_the_owner_of_a_directory_is_trusted_if_it_is_named_as_the_service_user(
-    commands: Commands, folder: Path, trap: Path
+    folder: Path, trap: Path
 ) -> None:
     listener = Listener(trap / "admin.sock")
-    (outcome,) = commands(folder, ("status",), APPLIANCE_SERVICE_USER=str(ATTACKER))
-    assert outcome[0] == 1 and "did not respond" in outcome[2]
+    done = run(folder, "status", APPLIANCE_SERVICE_USER=str(ATTACKER))
+    assert done.returncode == 1 and "did not respond" in done.stderr
     assert SECRET.encode() in listener.stop()
 
 
-def test_another_users_process_that_listens_on_our_socket_gets_no_data(
-    commands: Commands, folder: Path
-) -> None:
+def test_another_users_process_that_listens_on_our_socket_gets_no_data(folder: Path) -> None:
     """Another user's process can listen on the caller's socket if the socket was passed on to that process,
     or if a user who once had write access to the directory moved the socket there."""
-    run, elsewhere = folder / "run", folder / "elsewhere"
-    for path, uid in ((run, CALLER), (elsewhere, ATTACKER)):
+    run_dir, elsewhere = folder / "run", folder / "elsewhere"
+    for path, uid in ((run_dir, CALLER), (elsewhere, ATTACKER)):
         path.mkdir()
         os.chown(path, uid, uid)
     listeners = []
     for name in ("admin.sock", "api.sock"):
         listeners.append(Listener(elsewhere / name))
-        (elsewhere / name).rename(run / name)
-    outcomes = commands(folder, *[(*words, "--run-dir", str(run)) for words in TALKING])
+        (elsewhere / name).rename(run_dir / name)
+    for words in TALKING:
+        done = run(folder, *words, "--run-dir", str(run_dir))
+        said = done.stdout + done.stderr
+        assert done.returncode == 1 and f"runs as uid {ATTACKER}" in said, (words, said)
     assert [listener.stop() for listener in listeners] == [b"", b""]
-    for words, (code, out, err) in zip(TALKING, outcomes, strict=True):
-        assert code == 1 and f"runs as uid {ATTACKER}" in err + out, (words, out, err)
 
 
 @pytest.mark.parametrize("how", ["link", "group", "others"])
-def test_a_directory_that_others_can_change_is_refused(commands: Commands, folder: Path, how: str) -> None:
-    run = folder / "run"
-    run.mkdir()
-    os.chown(run, CALLER, CALLER)
+def test_a_directory_that_others_can_change_is_refused(folder: Path, how: str) -> None:
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    os.chown(run_dir, CALLER, CALLER)
     if how == "link":
-        (folder / "link").symlink_to(run)
+        (folder / "link").symlink_to(run_dir)
         os.lchown(folder / "link", ATTACKER, ATTACKER)
-        run = folder / "link"
+        run_dir = folder / "link"
     else:
-        run.chmod(0o775 if how == "group" else 0o757)
+        run_dir.chmod(0o775 if how == "group" else 0o757)
     expected = "is a symbolic link" if how == "link" else "is writable by other users"
-    few = (("status",), ("chat", "a secret prompt"), ("requests",))
-    for code, out, err in commands(folder, *[(*words, "--run-dir", str(run)) for words in few]):
-        assert code == 1 and expected in err + out
+    for words in (("status",), ("chat", "a secret prompt"), ("requests",)):
+        done = run(folder, *words, "--run-dir", str(run_dir))
+        assert done.returncode == 1 and expected in done.stderr + done.stdout
 
 
-def test_a_database_of_another_user_is_not_read(commands: Commands, folder: Path, trap: Path) -> None:
+def test_a_database_of_another_user_is_not_read(folder: Path, trap: Path) -> None:
     state = folder / "state"
     shutil.copytree(trap / "state", state)
     os.chown(state, CALLER, CALLER)
     os.chown(state / "history.db", ATTACKER, ATTACKER)
-    code, out, err = commands(folder, ("requests", "--state-dir", str(state)))[0]
-    assert (code, out) == (1, "") and f"history.db belongs to uid {ATTACKER}" in err
+    refused = run(folder, "requests", "--state-dir", str(state))
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert f"history.db belongs to uid {ATTACKER}" in refused.stderr
     os.chown(state / "history.db", CALLER, CALLER)
-    assert "req-forged" in commands(folder, ("requests", "--state-dir", str(state)))[0][1]
+    assert "req-forged" in run(folder, "requests", "--state-dir", str(state)).stdout
 
 
-def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Commands, folder: Path) -> None:
+def test_a_directory_that_root_gave_to_the_services_user_is_trusted(folder: Path) -> None:
     """Under systemd, /run/appliance does not belong to the operator, because the service runs as a separate
     user."""
     place = Path(tempfile.mkdtemp(prefix="appl-", dir="/run"))
     place.chmod(0o755)
-    run = place / "run"
-    run.mkdir()
+    run_dir = place / "run"
+    run_dir.mkdir()
     try:
-        forge_run_dir(run, place / "state")
-        listener = Listener(run / "admin.sock")
-        status, requests = commands(
-            folder, ("status", "--run-dir", str(run)), ("requests", "--run-dir", str(run))
-        )
+        forge_run_dir(run_dir, place / "state")
+        listener = Listener(run_dir / "admin.sock")
+        status, requests = (run(folder, name, "--run-dir", str(run_dir)) for name in ("status", "requests"))
         assert SECRET.encode() in listener.stop()
-        assert "did not respond" in status[2], status
-        assert requests[0] == 0 and "req-forged" in requests[1], requests
+        assert "did not respond" in status.stderr, status
+        assert requests.returncode == 0 and "req-forged" in requests.stdout, requests
     finally:
         shutil.rmtree(place)
 

@@ -1,0 +1,31 @@
+"""Imports everything that commands need, in the process from which `tests.system.commands` forks them. A
+process of another user may be unable to read the modules that commands import later."""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna
+import http.client
+import importlib
+import io
+import pkgutil
+import sys
+
+import appliance.bench.session
+import appliance.cli
+import appliance.monitoring.doctor
+import store.backup
+import tests.system.commands
+from appliance.models.gpus import find_gpus
+
+__all__ = ["appliance", "encodings", "http", "store", "tests"]
+
+for _module in pkgutil.iter_modules(appliance.cli.__path__):
+    if _module.name != "__main__":
+        importlib.import_module(f"appliance.cli.{_module.name}")
+find_gpus()
+# These runs import the modules that the command line does not import before a command runs.
+for _command in ("status", "top"):
+    sys.argv = ["appliance", _command, "--run-dir", "/nonexistent"]
+    with contextlib.redirect_stderr(io.StringIO()):
+        appliance.cli.main()
