@@ -104,11 +104,10 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """The reply to a `Claim`."""
 
-    scope: bytes
-    is_elsewhere: bool
-    """Whether another front process runs the request or keeps its answer. If so, the front process that
-    receives this reply must hand the connection over (`HandOver`). Otherwise, it must run the request
-    itself."""
+    request_id: str
+    action: Literal["run", "repeat", "hand over"]
+    """What the front process must do with the request: run it, repeat the answer of its own run with the same
+    scope, or hand the connection over to the front process with that run (`HandOver`)."""
     retry_of: str = ""
     """Request id of an earlier run whose answer is no longer kept, or an empty string."""
 

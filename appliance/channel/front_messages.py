@@ -92,9 +92,8 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
-    """Asks the core to assign a request with an `Idempotency-Key` to this front process. The reply,
-    `Claimed`, says whether this or another front process runs the request. If this process runs the request,
-    the assignment lasts until `Release`."""
+    """Asks the core to assign a request with an `Idempotency-Key` to this front process. The reply is
+    `Claimed`. If this process must run the request, the assignment lasts until `Release`."""
 
     scope: bytes
     """SHA-256 of the caller, the endpoint and the idempotency key."""
@@ -272,18 +271,7 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     its model is in progress."""
 
 
-AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone
+AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone | Claim | Release
 """Messages from a front process about requests."""
 
-FrontToCore = (
-    FrontReady
-    | AboutRequest
-    | Claim
-    | Release
-    | HandOver
-    | Keep
-    | Taken
-    | NotTaken
-    | FrontReport
-    | FrontProgress
-)
+FrontToCore = FrontReady | AboutRequest | HandOver | Keep | Taken | NotTaken | FrontReport | FrontProgress

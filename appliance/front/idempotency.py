@@ -56,8 +56,16 @@ async def answer(
     scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)
     # The model can be part of the path (Azure's routes), so include the path in the fingerprint.
     fingerprint = _digest(context.model, hashlib.sha256(body).digest())
-    while (run := retries.runs.get(scope)) is not None:
-        if (await run.claimed).is_elsewhere:
+    claim = Claim(scope, context.request_id)
+    while True:
+        run = retries.runs.get(scope)
+        if run is None:
+            claimed = await retries.claim(claim)
+            if claimed.action == "run":
+                break
+            if claimed.action == "hand over":
+                await _hand_over(state, request, scope, body)
+                return Response()
             continue
         if run.fingerprint != fingerprint:
             raise ApiError(
@@ -77,13 +85,9 @@ async def answer(
         if run.answer is not None:
             _log_retry(state, context, run, was_running)
             return run.answer
-    run = retries.claim(Claim(scope, context.request_id), fingerprint)
-    claimed = await run.claimed
-    if claimed.is_elsewhere:
-        await _hand_over(state, request, scope, body)
-        return Response()
     body.clear()
     context.retry_of = claimed.retry_of
+    run = retries.begin(claim, fingerprint)
     run.follow(connection)
     try:
         return _FirstResponse(state, context, await prepare(), run)

@@ -1,8 +1,7 @@
 """The runs of requests with an `Idempotency-Key`, and the stored answers. A run goes through these states:
 
-    claimed ──► running ──► kept ──► evicted: expired, or memory needed
-        │          └──► dropped: failed, or no client reconnected in time
-        └──► dropped: another front owns the key
+    running ──► kept ──► evicted: expired, or memory needed
+        └──► dropped: failed, too long, or no client reconnected in time
 
 The core records which front owns which key (`appliance.front_pool.claims`), and the front stores the answers.
 When a front process exits, its answers are lost, and a retry reruns the request.
@@ -40,12 +39,10 @@ class KeyedRun:
     not refer to connections or prompts, because `held_bytes` does not count their memory."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
-        """Create a run that the core has not yet assigned to this front. `fingerprint` is a hash of the
-        request's body."""
+        """`fingerprint` is a hash of the request's body."""
         self.scope = claim.scope
         self.request_id = claim.request_id
         self.fingerprint = fingerprint
-        self.claimed: asyncio.Future[Claimed] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self.answer: Response | None = None
         """The response for retries, or None if no complete response is stored."""
@@ -128,7 +125,7 @@ class KeyedRun:
     @property
     def is_abandoned(self) -> bool:
         """Whether the run is in progress without a client."""
-        return self.claimed.done() and not self.ended.is_set() and not self._clients
+        return not self.ended.is_set() and not self._clients
 
     def leave(self, connection: Connection) -> None:
         """Remove a client. If none is left, end the run unless a retry arrives within the grace period."""
@@ -157,22 +154,24 @@ class Retries:
         self.kept_bytes = 0
         self.runs: dict[bytes, KeyedRun] = {}
         self._to_core = to_core
+        self._claims: dict[str, asyncio.Future[Claimed]] = {}
+        """The core's replies to claims, by request id."""
 
-    def claim(self, claim: Claim, fingerprint: bytes) -> KeyedRun:
-        """Add a run and ask the core whether this front may run the request. The core's answer arrives in
-        `KeyedRun.claimed`."""
-        run = self.runs[claim.scope] = KeyedRun(self, claim, fingerprint)
-        self.kept_bytes += run.held_bytes
+    async def claim(self, claim: Claim) -> Claimed:
+        """Ask the core whether this front may run the request."""
+        reply = self._claims[claim.request_id] = asyncio.get_running_loop().create_future()
         self._to_core(claim)
-        return run
+        return await reply
 
     def take(self, message: Claimed) -> None:
-        """Receive the core's reply to a claim. If another front has claimed the scope, end this run."""
-        run = self.runs[message.scope]
-        if message.is_elsewhere:
-            self._forget(run)
-            run.end()
-        run.claimed.set_result(message)
+        """Receive the core's reply to a claim."""
+        self._claims.pop(message.request_id).set_result(message)
+
+    def begin(self, claim: Claim, fingerprint: bytes) -> KeyedRun:
+        """Add a run that the core has assigned to this front."""
+        run = self.runs[claim.scope] = KeyedRun(self, claim, fingerprint)
+        self.kept_bytes += run.held_bytes
+        return run
 
     def grew(self, run: KeyedRun, size: int) -> None:
         """Count `size` bytes added to a run's answer. If the memory limit is exceeded, drop the oldest
@@ -185,7 +184,10 @@ class Retries:
     def drop(self, run: KeyedRun) -> None:
         """Remove the run from this front and release its claim in the core. A run in progress continues only
         while its first client is connected."""
-        self._forget(run)
+        del self.runs[run.scope]
+        self.kept_bytes -= run.held_bytes
+        run.is_kept = False
+        run.timer.stop()
         self._to_core(Release(run.scope))
         run.give_up()
 
@@ -195,9 +197,3 @@ class Retries:
         self.stopping = True
         for run in [run for run in self.runs.values() if run.is_abandoned]:
             self.drop(run)
-
-    def _forget(self, run: KeyedRun) -> None:
-        del self.runs[run.scope]
-        self.kept_bytes -= run.held_bytes
-        run.is_kept = False
-        run.timer.stop()

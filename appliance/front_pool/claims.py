@@ -25,12 +25,12 @@ class Claims:
         """For each scope with a dropped answer, oldest first: the id of its request."""
 
     def claim(self, front: str, claim: Claim) -> Claimed:
-        """Answer a front's claim: the front must run the scope's request unless another front has already
-        claimed the scope."""
-        if claim.scope in self._owners:
-            return Claimed(claim.scope, is_elsewhere=True)
+        """Answer a front's claim: the front must run the request unless the scope has already been
+        claimed."""
+        if owner := self.owner(claim.scope):
+            return Claimed(claim.request_id, "repeat" if owner == front else "hand over")
         self._owners[claim.scope] = front, claim.request_id
-        return Claimed(claim.scope, False, self._dropped.pop(claim.scope, ""))
+        return Claimed(claim.request_id, "run", self._dropped.pop(claim.scope, ""))
 
     def release(self, release: Release) -> None:
         """Remove a front's claim, because the front no longer has the answer."""

@@ -17,7 +17,6 @@ import msgspec
 from appliance.background import Backoff
 from appliance.channel.core_messages import AttachReplica, ClientConnection, Configure, CoreToFront, StopFront
 from appliance.channel.front_messages import (
-    Claim,
     FrontProgress,
     FrontReady,
     FrontReport,
@@ -25,7 +24,6 @@ from appliance.channel.front_messages import (
     HandOver,
     Keep,
     NotTaken,
-    Release,
     Taken,
 )
 from appliance.channel.front_stats import FrontStats
@@ -307,8 +305,6 @@ class Front:
                     os.close(descriptor)
         elif isinstance(message, FrontProgress):
             self._events.front_progress(self, message)
-        elif isinstance(message, Claim | Release):
-            self._events.claim_message(self, message)
         else:
             self._events.request_message(self, message)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from appliance.channel.front_messages import AboutRequest, Claim, FrontProgress, Keep, Release
+from appliance.channel.front_messages import AboutRequest, FrontProgress, Keep
 
 if TYPE_CHECKING:
     from appliance.front_pool.front import Front, Untaken
@@ -31,9 +31,6 @@ class FrontEvents(Protocol):
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Called for each message from a front about a request."""
-
-    def claim_message(self, front: Front, message: Claim | Release) -> None:
-        """Called when a front claims an `Idempotency-Key` or releases a claim."""
 
     def front_hands_over(self, front: Front, scope: bytes, connection: Untaken) -> None:
         """Pass a connection and its request to the front that must answer all requests with this `scope` (see

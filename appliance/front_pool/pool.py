@@ -331,14 +331,12 @@ class FrontPool:
             requests.charge_work(message)
         elif isinstance(message, ShadowDone):
             requests.shadow_done(message)
+        elif isinstance(message, Claim):
+            front.send(self._claims.claim(front.name, message))
+        elif isinstance(message, Release):
+            self._claims.release(message)
         else:
             requests.reject(message)
-
-    def claim_message(self, front: Front, message: Claim | Release) -> None:
-        if isinstance(message, Claim):
-            front.send(self._claims.claim(front.name, message))
-        else:
-            self._claims.release(message)
 
     def front_hands_over(self, front: Front, scope: bytes, connection: Untaken) -> None:
         owner = self._by_name.get(self._claims.owner(scope))

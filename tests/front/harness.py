@@ -57,6 +57,7 @@ from appliance.channel.front_messages import (
 from appliance.channel.front_settings import KeepRules, Limits, RetryRules
 from appliance.channel.identity import Identity
 from appliance.channel.served_models import Route, ServedModel
+from appliance.front_pool.claims import Claims
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
 from engine.messages import Submit
@@ -112,9 +113,8 @@ class Harness:
     limits: Limits = field(default_factory=Limits)
     admit: Literal["at once", "hold", "refuse"] = "at once"
     """The core's reply when a front process requests admission. With "hold", the core never replies."""
-    claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
-    """A function that returns the core's answer to a claim. If the function returns None, the core sends no
-    answer."""
+    is_elsewhere: bool = False
+    """Whether another front process owns all idempotency keys that this one claims."""
     refusal: Refused | None = None
     turn: dict[str, Any] = field(default_factory=dict)
     """Fields of `Admitted` whose values differ from the defaults."""
@@ -137,6 +137,7 @@ class Harness:
         self.reports: list[FrontReport] = []
         self.serial = 0
         """Serial number of the last configuration sent."""
+        self.claims = Claims()
         self.claimed: list[Claim] = []
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
@@ -218,7 +219,7 @@ class Harness:
             self.admits, self.settles, self.rejected, self.worked = [], [], [], []
             self.claimed, self.releases, self.retried = [], [], []
             self.kept = {}
-            self.claims = lambda claim: Claimed(claim.scope, False)
+            self.is_elsewhere = False
             self.admit, self.refusal, self.turn = "at once", None, {}
             self.script, self.step_s = self.sentence_script, 0.001
             for replica in list(self.replicas.values()):
@@ -315,7 +316,7 @@ class Harness:
 
         return self.call(give)
 
-    def send(self, message: Abort | StopFront | Admitted | Claimed | Preempted) -> None:
+    def send(self, message: Abort | StopFront | Admitted | Preempted) -> None:
         """Send a message from the core to the front process."""
         self.call(lambda: self.channel.send(message))
 
@@ -384,9 +385,12 @@ class Harness:
             self.settles.append(message)
         elif isinstance(message, Claim):
             self.claimed.append(message)
-            if (answer := self.claims(message)) is not None:
-                self.channel.send(answer)
+            if self.is_elsewhere:
+                self.channel.send(Claimed(message.request_id, "hand over"))
+            else:
+                self.channel.send(self.claims.claim("front-0", message))
         elif isinstance(message, Release):
+            self.claims.release(message)
             self.releases.append(message)
         elif isinstance(message, Retried):
             self.retried.append(message)

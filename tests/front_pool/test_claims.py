@@ -9,13 +9,14 @@ from appliance.front_pool.claims import MAX_DROPPED_RUNS, Claims
 
 def test_a_claim_lasts_until_its_front_releases_it_or_ends() -> None:
     claims = Claims()
-    assert claims.claim("front-0", Claim(b"s", "r1")) == Claimed(b"s", False)
-    assert claims.claim("front-1", Claim(b"s", "r2")) == Claimed(b"s", is_elsewhere=True)
+    assert claims.claim("front-0", Claim(b"s", "r1")) == Claimed("r1", "run")
+    assert claims.claim("front-0", Claim(b"s", "r2")) == Claimed("r2", "repeat")
+    assert claims.claim("front-1", Claim(b"s", "r2")) == Claimed("r2", "hand over")
     claims.release(Release(b"s"))
-    assert claims.claim("front-1", Claim(b"s", "r3")) == Claimed(b"s", False, retry_of="r1")
+    assert claims.claim("front-1", Claim(b"s", "r3")) == Claimed("r3", "run", retry_of="r1")
     claims.claim("front-0", Claim(b"other", "r4"))
     assert (claims.lose_front("front-1"), claims.owner(b"s"), claims.owner(b"other")) == (1, "", "front-0")
-    assert claims.claim("front-0", Claim(b"s", "r5")) == Claimed(b"s", False, retry_of="r3")
+    assert claims.claim("front-0", Claim(b"s", "r5")) == Claimed("r5", "run", retry_of="r3")
 
 
 def test_the_memory_of_runs_without_an_answer_is_bounded() -> None:
