@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import cache
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ from tests.core.simulated_clients import percentile
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 from tests.waiting import wait_until
 
-SECONDS = 180.0
+SECONDS = 90.0
 _EPOCH = 1_790_000_000.0
 """Start of the load, in Unix seconds. At this time, the resolution of a float64 clock is 0.24 µs."""
 
@@ -57,6 +58,10 @@ def served(limit: float | None, seconds: float = SECONDS, *, cut_off: bool = Fal
         server.at(at, lambda t=tenant, s=shape: server.ask(t, s))  # type: ignore[misc]
     server.run(seconds + 120.0)
     return server
+
+
+shared = cache(served)
+"""Like `served`, for servers that several tests read and none changes."""
 
 
 def past(server: SimulatedServer, one: Asked) -> PastRequest:
@@ -101,14 +106,14 @@ def given(server: SimulatedServer, changed: float | None) -> ReplayInput:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(150_000.0, 450_000.0), (450_000.0, 150_000.0), (250_000.0, None)]
+    ("before", "after", "cut_off"),
+    [(150_000.0, 450_000.0, False), (450_000.0, 150_000.0, False), (150_000.0, None, True)],
 )
-@pytest.mark.parametrize("cut_off", [False, True])
 def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(
     before: float, after: float | None, cut_off: bool
 ) -> None:
-    forecast = replay(given(served(before, cut_off=cut_off), after))
-    real = served(after, cut_off=cut_off)
+    forecast = replay(given(shared(before, cut_off=cut_off), after))
+    real = shared(after, cut_off=cut_off)
     assert forecast.requests == len(real.asked)
     for one in forecast.tenants:
         mine = [asked for asked in real.asked if asked.tenant == one.tenant]
