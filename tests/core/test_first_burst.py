@@ -28,9 +28,9 @@ def burst(on: SimulatedServer, streams: int, gap_s: float = 0.0) -> list[Asked]:
     return asked
 
 
-@pytest.mark.parametrize("streams", [64, 256])
-@pytest.mark.parametrize("gap_s", [0.0, 0.05])
-@pytest.mark.parametrize("predicted", [False, True])
+@pytest.mark.parametrize(
+    ("streams", "gap_s", "predicted"), [(64, 0.0, False), (256, 0.05, False), (256, 0.0, True)]
+)
 def test_slow_first_steps_cause_no_refusals_in_a_first_burst(
     streams: int, gap_s: float, predicted: bool
 ) -> None:
