@@ -33,13 +33,15 @@ class Forecast:
         """Step time with all slots busy."""
         self._computed_share = 1.0
         self._slots = 0.0
-        self._replicas = 0
+        self.replicas = 0
+        """The model's number of replicas."""
+        self.slots_busy = 0.0
+        """Mean number of busy slots per replica."""
         self._slot_slope_s = 0.0
         self._longest_step_s = 0.0
         """Step time with all slots busy and the maximum number of prompt tokens."""
         self._prompt_s = 0.0
         """Time to compute an average prompt."""
-        self._running = 0.0
 
     def refresh(
         self,
@@ -60,7 +62,7 @@ class Forecast:
             return
         self.measured = all(account.rates.measured for account in accounts)
         count = len(measured)
-        self._replicas = len(accounts)
+        self.replicas = len(accounts)
         slots = 0.0
         for account in accounts:
             known = account.kv_tokens and tokens_per_seq
@@ -69,14 +71,14 @@ class Forecast:
         self._slots = slots
         each = slots / len(accounts)
         self.step_s = sum(account.rates.step_s for account in measured) / count
-        self._running = sum(account.rates.running for account in measured) / count
+        self.slots_busy = sum(account.rates.running for account in measured) / count
         prompts = each * prompts_per_output
         self._full_step_s = sum(_full_step_s(one, each, prompts) for one in measured) / count
         self._longest_step_s = sum(_full_step_s(one, each, float("inf")) for one in measured) / count
         self.prompt_token_s = sum(account.rates.prompt_token_s for account in measured) / count
         self._computed_share = sum(account.rates.computed_share for account in measured) / count
         self._prompt_s = prompt_tokens * self._computed_share * self.prompt_token_s
-        empty = max(1.0, each - self._running)
+        empty = max(1.0, each - self.slots_busy)
         self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
@@ -86,12 +88,12 @@ class Forecast:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
         slots_s = (prompts_s + output_tokens * self._full_step_s) / (self._slots * _BUSY_SHARE)
-        return max(slots_s, prompts_s / self._replicas)
+        return max(slots_s, prompts_s / self.replicas)
 
     def running_s(self, prompt_tokens: float, output_tokens: float, more_slots: float) -> float:
         """Return a request's predicted run time in seconds. `output_tokens` is the length of its answer, and
         `more_slots` is the expected increase in busy slots per replica."""
-        more_slots = max(0.0, min(more_slots, self.slots_each - self._running))
+        more_slots = max(0.0, min(more_slots, self.slots_each - self.slots_busy))
         step_s = min(self.step_s + more_slots * self._slot_slope_s, max(self._full_step_s, self.step_s))
         steps = 2.0 + output_tokens  # Two steps have already been launched.
         # Each additional sequence starts with a prompt, which delays the running sequences' steps.
@@ -99,19 +101,9 @@ class Forecast:
         return prompt_tokens * self.prompt_token_s + steps * step_s + filling_s
 
     @property
-    def slots_busy(self) -> float:
-        """Mean number of busy slots per replica."""
-        return self._running
-
-    @property
     def slots_each(self) -> float:
         """Mean number of slots per replica."""
-        return self._slots / self._replicas if self._replicas else 0.0
-
-    @property
-    def replicas(self) -> int:
-        """The model's number of replicas."""
-        return self._replicas
+        return self._slots / self.replicas if self.replicas else 0.0
 
 
 def _full_step_s(account: CreditAccount, busy: float, prompt_tokens: float) -> float:

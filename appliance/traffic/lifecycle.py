@@ -31,6 +31,7 @@ from appliance.traffic.model import ModelTraffic
 from appliance.traffic.request import Request, own_settle, row_of
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.state import TrafficState
+from engine.levels import split_level
 from engine.rank_messages import Finished
 from store.requests import RequestRow
 
@@ -156,7 +157,7 @@ class RequestLifecycle:
         """Dispatch the model's waiting requests while its replicas have credit."""
         state, now = self._state, self._state.clock()
         while (turn := model.next_turn(now)) is not None:
-            request, account, _ = turn
+            request, account, level = turn
             if (reason := hopeless(request, model, now)) is not None:
                 self.refuse(request, reason)
                 continue
@@ -165,6 +166,7 @@ class RequestLifecycle:
             state.running += not request.dispatched
             state.admitted += 1
             reserved_slots = model.start(turn, now)
+            priority, urgency = split_level(level)
             self.stop_waiting(request)
             self._send(
                 request.front,
@@ -173,8 +175,8 @@ class RequestLifecycle:
                     request.admit.attempt,
                     account.replica,
                     self._salt(request.first.shadow_of or request.tenant),
-                    turn.priority,
-                    urgency=turn.urgency,
+                    priority,
+                    urgency=urgency,
                     reserved_slots=reserved_slots,
                     most_tokens=request.most_tokens,
                     rate_limits=state.quotas.rate_limits(request.tenant, request.key_id),

@@ -49,16 +49,6 @@ class Turn(NamedTuple):
     account: CreditAccount
     level: int
 
-    @property
-    def priority(self) -> int:
-        """The request's `Submit.priority`."""
-        return split_level(self.level)[0]
-
-    @property
-    def urgency(self) -> int:
-        """The request's `Submit.urgency`."""
-        return split_level(self.level)[1]
-
 
 class ModelTraffic:
     """One served model. Used only by the request manager. All times are on the request manager's clock."""
@@ -185,9 +175,7 @@ class ModelTraffic:
         if (resumed := self._next_resumed(levels.open)) is not None:
             return resumed
         promises_from = self.promises_from(now)
-        while (
-            found := self.queue.next(levels.open, now, promises_from, levels.slots, levels.free)
-        ) is not None:
+        while (found := self.queue.next(levels, now, promises_from)) is not None:
             ticket, level = found
             request, fair = ticket.item, self.queue.classes[ticket.request_class]
             tenant = self._tenants.of(ticket.tenant)
@@ -254,11 +242,9 @@ class ModelTraffic:
             self._ticket(request, sys.maxsize),
             tenant.weight,
             self._may_be_urgent(request.request_class, tenant),
-            levels.open,
+            levels,
             now,
             self.promises_from(now),
-            levels.slots,
-            levels.free,
         )
 
     def _may_run(self, tenant: TenantTraffic, request: Request, *, key: bool) -> bool:

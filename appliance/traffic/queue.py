@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
+from appliance.traffic.credits import Levels
 from appliance.traffic.fairness import FairQueue, Ticket
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises
@@ -90,19 +91,10 @@ class RequestQueue(Generic[Item]):
         self.classes[ticket.request_class].remove(ticket)
         self._forget(ticket)
 
-    def next(
-        self,
-        open_levels: int,
-        now: float,
-        promises_from: float,
-        slot_levels: int = -1,
-        free_levels: int = 0,
-    ) -> Next[Item] | None:
-        """Return the next request that a replica can accept at its level, or None. The levels are given as
-        bit masks, in which bit `l` stands for level `l`: `open_levels` are the levels for which a replica has
-        credit, `free_levels` those for which a slot is free, and `slot_levels` those for which a slot is free
-        or can be freed by preemption. `promises_from` is the earliest time at which promised requests can be
-        served."""
+    def next(self, levels: Levels, now: float, promises_from: float) -> Next[Item] | None:
+        """Return the next request that a replica can accept at its level, or None. `promises_from` is the
+        earliest time at which promised requests can be served."""
+        open_levels = levels.open
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -112,8 +104,8 @@ class RequestQueue(Generic[Item]):
             for urgency in range(URGENCIES):
                 # Any slot that a request may use is also open to more urgent requests in its class.
                 if open_levels >> (level := level_of(number, urgency)) & 1:
-                    free = bool(free_levels >> level & 1)
-                    only_reserved = free and not slot_levels >> level_of(number, 0) & 1
+                    free = bool(levels.free >> level & 1)
+                    only_reserved = free and not levels.slots >> level_of(number, 0) & 1
                     if (ticket := fair.next(urgency, only_reserved=only_reserved)) is not None:
                         return Next(ticket, level_of(number, fair.urgency(ticket)))
                     break
@@ -124,16 +116,14 @@ class RequestQueue(Generic[Item]):
         ticket: Ticket[Item],
         weight: float,
         light: bool,
-        open_levels: int,
+        levels: Levels,
         now: float,
         promises_from: float,
-        slot_levels: int = -1,
-        free_levels: int = 0,
     ) -> bool:
         """True if a new request would be dispatched next if it were queued now."""
         fair = self.classes[ticket.request_class]
         fair.push(ticket, weight, light)
-        found = self.next(open_levels, now, promises_from, slot_levels, free_levels)
+        found = self.next(levels, now, promises_from)
         fair.remove(ticket)
         return found is not None and found.ticket is ticket
 

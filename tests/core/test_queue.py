@@ -14,12 +14,11 @@ from appliance.traffic.outputs import OutputLengths, expected_tokens, most_token
 from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import ReplicaRates
 from appliance.traffic.timeline import Promises, Timeline
-from engine.levels import LEVELS, level_of
+from engine.levels import level_of
 from engine.rank_messages import Report
-from tests.core.tickets import RULES, Serial
+from tests.core.tickets import ALL_LEVELS, RULES, Serial
 
 NEVER = float("inf")
-ALL_LEVELS = (1 << LEVELS) - 1
 
 
 def take_next(queue: RequestQueue[str], now: float, promises_from: float = 0.0) -> Ticket[str]:

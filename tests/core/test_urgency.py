@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from appliance.traffic.fairness import FairQueue, Ticket
 from appliance.traffic.queue import RequestQueue
-from engine.levels import LEVELS, URGENCIES, level_of
-from tests.core.tickets import RULES, Serial, levels
+from engine.levels import URGENCIES, level_of
+from tests.core.tickets import ALL_LEVELS, RULES, Serial, levels
 
 NEVER = float("inf")
-ALL_LEVELS = (1 << LEVELS) - 1
 
 
 def test_urgent_requests_have_their_turn_even_if_no_other_level_is_open() -> None:
@@ -40,15 +39,17 @@ def test_urgent_requests_have_their_turn_even_if_no_other_level_is_open() -> Non
     )
     queue.classes[1].charge("light", 1.0)
     assert queue.next(short, 0.0, 0.0) is None
-    assert queue.next(short, 0.0, 0.0, slot_levels=short) is None, "a sequence would have to be preempted"
-    assert queue.next(short, 0.0, 0.0, slot_levels=short, free_levels=short) == (light, level_of(1, 5)), (
+    reserved = short._replace(slots=short.open)
+    assert queue.next(reserved, 0.0, 0.0) is None, "a sequence would have to be preempted"
+    reserved = reserved._replace(free=short.open)
+    assert queue.next(reserved, 0.0, 0.0) == (light, level_of(1, 5)), (
         "other tenants cannot use reserved slots"
     )
     queue.classes[1].charge("light", -1.0)
     real_time = serial.ticket("rt", 0)
     queue.push(real_time, 1.0, light=True)
     assert queue.next(levels((0, 5)), 0.0, 0.0) == (real_time, level_of(0, 5))
-    assert queue.next(0, 0.0, 0.0) is None
+    assert queue.next(levels(), 0.0, 0.0) is None
 
 
 def test_the_urgency_of_a_tenant_is_updated_when_its_first_request_changes() -> None:
@@ -81,9 +82,10 @@ def test_the_urgency_of_the_only_tenant_of_a_class_is_never_suspended() -> None:
         queue.push(ticket, 1.0, light=ticket.request_class < 2)
     fair.hold("held")
     fair.charge("only", 1e9)
+    occupied = levels((0, 5))
     for ticket in tickets:
-        for reserved in (0, levels((0, 5))):
-            found = queue.next(levels((0, 5)), 0.0, 0.0, free_levels=reserved)
+        for one in (occupied, occupied._replace(free=occupied.open)):
+            found = queue.next(one, 0.0, 0.0)
             assert found == (ticket, level_of(0, 5))
         queue.take(ticket, 0.0)
 

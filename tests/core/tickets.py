@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from appliance.traffic.credits import Levels
 from appliance.traffic.fairness import Ticket
 from appliance.traffic.rules import QueueRules
-from engine.levels import level_of
+from engine.levels import LEVELS, level_of
 
 RULES = QueueRules()
 
 
-def levels(*pairs: tuple[int, int]) -> int:
-    """Return a bit set of the open levels. Each level is a pair of class and urgency."""
-    return sum(1 << level_of(*pair) for pair in pairs)
+ALL_LEVELS = Levels((1 << LEVELS) - 1, slots=-1, free=0)
+
+
+def levels(*pairs: tuple[int, int]) -> Levels:
+    """Return the levels for which a replica has credit and a slot that another sequence occupies. Each level
+    is a pair of class and urgency."""
+    return ALL_LEVELS._replace(open=sum(1 << level_of(*pair) for pair in pairs))
 
 
 class Serial:
