@@ -110,12 +110,12 @@ class ActionDialog(Dialog[Confirmed | None]):
 
     def body(self) -> ComposeResult:
         action = self._action
-        with ScrollArea(self.show_wanted, id="body"):
+        with ScrollArea(id="body"):
             if self._earlier:
                 yield Static(lines_of(self._earlier), id="earlier")
             yield Static(text(action.description), id="description")
             yield hidden("impact")
-            with ScrollArea(self.show_wanted, id="form"):
+            with ScrollArea(id="form"):
                 for field in fields_of(action, self._values):
                     yield from self._field(field)
             if action.danger == "typed":

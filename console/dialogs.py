@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple, TypeVar
 
 from textual import events, on
@@ -11,7 +11,7 @@ from textual.await_complete import AwaitComplete
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.scrollbar import ScrollDown, ScrollTo, ScrollUp
 from textual.widget import Widget
 from textual.widgets import Button, Checkbox, Input, OptionList, Static
@@ -63,17 +63,8 @@ class KeyHint(NamedTuple):
 class ScrollArea(VerticalScroll, can_focus=False):
     """Part of a dialog that scrolls if it does not fit."""
 
-    def __init__(self, resized: Callable[[], None], *, id: str) -> None:
-        """`resized` is called once the area has its new size; until then, Textual computes scroll positions
-        from the old size."""
-        super().__init__(id=id)
-        self._resized = resized
-        self.is_scrolled = False
-        """Whether the operator has scrolled since the focus last moved."""
-
-    def on_resize(self) -> None:
-        """Report the new size."""
-        self._resized()
+    is_scrolled = False
+    """Whether the operator has scrolled since the focus last moved."""
 
     @on(events.MouseScrollDown)
     @on(events.MouseScrollUp)
@@ -126,6 +117,8 @@ class Dialog(ModalScreen[R]):
     _shown_keys = ""
     _width = 0
     """Width between the borders, in columns, when the dialog was last fitted."""
+    _area_sizes: Sequence[Size] = ()
+    """Sizes of the scroll areas after the last layout."""
 
     def compose(self) -> ComposeResult:
         """Build the dialog."""
@@ -166,6 +159,7 @@ class Dialog(ModalScreen[R]):
         """Turn off cursor blinking in the fields, and fit the dialog to the terminal."""
         for one in self.query(Input):
             one.cursor_blink = False
+        self.screen_layout_refresh_signal.subscribe(self, self._show_wanted, immediate=True)
         self.fit()
 
     def on_resize(self) -> None:
@@ -178,9 +172,19 @@ class Dialog(ModalScreen[R]):
             area.is_scrolled = False
         self.fit()
 
-    def show_wanted(self) -> None:
-        """Scroll to the field returned by `wanted`, unless the operator has scrolled since focusing it."""
-        if self.display and not any(area.is_scrolled for area in self.query(ScrollArea)):
+    def _show_wanted(self, _: Screen[object]) -> None:
+        """Scroll to the field returned by `wanted` if a scroll area has a new size, unless the operator has
+        scrolled since focusing the field.
+
+        Textual calls this method after each layout. Until then, it computes scroll positions from the old
+        sizes. It sends no `Resize` event if the region of any widget was read after the styles had changed
+        and before the layout."""
+        areas = self.query(ScrollArea)
+        sizes = [area.outer_size for area in areas]
+        if sizes == self._area_sizes:
+            return
+        self._area_sizes = sizes
+        if self.display and not any(area.is_scrolled for area in areas):
             wanted = self.wanted()
             if wanted is not None:
                 wanted.scroll_visible(animate=False)
@@ -385,7 +389,7 @@ class TextDialog(Dialog[None]):
         return self._title
 
     def body(self) -> ComposeResult:
-        with ScrollArea(self.show_wanted, id="body"):
+        with ScrollArea(id="body"):
             yield Static(lines_of(self._lines))
 
     def key_hints(self) -> list[KeyHint]:

@@ -43,7 +43,7 @@ class _PastDialog(Dialog[R]):
         raise NotImplementedError
 
     def body(self) -> ComposeResult:
-        with ScrollArea(self.show_wanted, id="body"):
+        with ScrollArea(id="body"):
             for note in self.notes:
                 yield Static(text(note), classes="note")
             for label, value, absent in self.fields():
