@@ -198,15 +198,6 @@ def test_health_reveals_nothing_about_models_without_a_key(front: Harness) -> No
     assert ask(front, "GET", "/health/ready?model=demo").status == 200
 
 
-def test_a_class_is_requested_by_header_or_service_tier(front: Harness) -> None:
-    ask(front, "POST", "/v1/chat/completions", chat(service_tier="flex"))
-    ask(front, "POST", "/v1/chat/completions", chat(service_tier="flex"), {"X-Appliance-Class": "p0"})
-    ask(front, "POST", "/v1/chat/completions", chat())
-    assert [admit.asked_class for admit in front.admits] == ["flex", "P0", ""]
-    wrong = ask(front, "POST", "/v1/chat/completions", chat(), {"X-Appliance-Class": "P9"})
-    assert (wrong.status, wrong.error["param"]) == (400, "x-appliance-class")
-
-
 def test_every_host_header_is_accepted(front: Harness) -> None:
     for host in ("x", "evil.example:1", "[::1]", "*"):
         assert ask(front, "GET", "/v1/models", headers={"Host": host}).status in (200, 400)

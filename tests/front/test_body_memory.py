@@ -61,9 +61,9 @@ def test_a_waiting_request_holds_only_its_tokens(
 
     send(3)
     before = memory().rss
-    send(20)
+    send(10)
     # Each of these bodies would take 10 MB of memory once parsed.
-    front.wait_for(lambda: memory().rss - before < 60e6)
+    front.wait_for(lambda: memory().rss - before < 50e6)
     assert all(admit.prompt_tokens == 1 for admit in front.admits)
 
 
@@ -124,6 +124,6 @@ def test_streams_that_have_ended_take_no_memory(front: Harness) -> None:
 
     send(20)
     before = memory().rss
-    send(150)
+    send(100)
     # The token ids of each of these requests would take 250 KB of memory.
     front.wait_for(lambda: memory().rss - before < 12e6)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -227,26 +227,29 @@ def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(
         front.call(lambda: give(8))
         ours.sendall(head("GET", "/v1/models"))
         assert read_answer(ours).status == 200
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    # Without any free descriptor, the front still reports.
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+    front.wait_for(lambda: front.report().max_connections == 1)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     assert front.not_taken == [NotTaken(7)] and front.reports[-1].unreceived_connections == 1
     for sock in sockets:
         sock.close()
 
 
-def test_a_front_without_a_free_descriptor_still_reports(own_front: OwnFront) -> None:
-    front = own_front()
-    limits = resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
-    assert front.report().max_connections == 1
-    resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE, limits)
+@pytest.fixture
+def models(front: Harness) -> Iterator[Harness]:
+    """The shared front process. The models that it serves are restored after the test."""
+    yield front
+    front.models = []
+    front.reconfigure()
 
 
 def test_an_unreadable_tokenizer_is_reported_and_read_again_later(
-    own_front: OwnFront, folder: Path, tmp_path: Path
+    models: Harness, folder: Path, tmp_path: Path
 ) -> None:
     away, there = tmp_path / "away", tmp_path / "model"
     shutil.copytree(folder, away)
-    front = own_front()
+    front = models
     front.models = [front.served("m", folder=str(there))]
     front.configure()
     front.wait_for(lambda: "tokenizer.json does not exist" in front.reports[-1].problems.get("m", ""))
@@ -257,12 +260,12 @@ def test_an_unreadable_tokenizer_is_reported_and_read_again_later(
 
 
 def test_a_front_reports_not_ready_before_it_reads_a_new_model(
-    own_front: OwnFront, folder: Path, tmp_path: Path
+    models: Harness, folder: Path, tmp_path: Path
 ) -> None:
     def ready() -> int:
         return ask(front, "GET", "/health/ready").status
 
-    front, slow = own_front(), tmp_path / "slow"
+    front, slow = models, tmp_path / "slow"
     shutil.copytree(folder, slow)
     # Compiling this template takes about a second.
     (slow / "chat_template.jinja").write_text("{{ messages }}" * 10_000)
@@ -285,8 +288,8 @@ def test_a_front_reports_not_ready_before_it_reads_a_new_model(
         raise AssertionError("the front process was ready until it had read the new model")
 
 
-def test_served_models_change_without_a_restart(own_front: OwnFront) -> None:
-    front = own_front()
+def test_served_models_change_without_a_restart(models: Harness) -> None:
+    front = models
     front.models = [front.served("org/new", version="v2", max_model_len=64)]
     front.configure()
     front.wait_for(lambda: ask(front, "GET", "/v1/models/org/new").status == 200)

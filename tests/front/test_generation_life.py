@@ -185,23 +185,6 @@ def test_a_request_waits_for_a_model_that_is_loaded_on_demand(front: Harness) ->
         front.reconfigure()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_refusal_has_the_cores_status_code_and_retry_after(front: Harness, stream: bool) -> None:
-    front.refusal = Refused("", 0, 429, "rate_limit_exceeded", "the quota is used up", 1.5)
-    front.admit = "refuse"
-    answer = ask(front, "POST", "/v1/chat/completions", chat(stream=stream))
-    assert answer.status == 429
-    assert answer.error == {
-        "message": "the quota is used up",
-        "type": "rate_limit_error",
-        "param": None,
-        "code": "rate_limit_exceeded",
-    }
-    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("2", "1500")
-    time.sleep(0.05)
-    assert not front.settles and not front.rejected
-
-
 def test_openais_client_retries_after_a_503(front: Harness, client: openai.OpenAI) -> None:
     front.refusal = Refused("", 0, 503, "queue_full", "full", 0.01)
     front.admit = "refuse"

@@ -23,9 +23,17 @@ MAX_MS = 25_000
 slower would take minutes."""
 
 
+@pytest.fixture
+def limit(front: Harness) -> Iterator[Callable[..., None]]:
+    """Return a function that changes the front process's limits until the end of the test."""
+    yield lambda **limits: front.reconfigure(limits=Limits(**limits))
+    front.reconfigure()
+
+
 @pytest.fixture(autouse=True)
 def still_alive(front: Harness) -> Iterator[None]:
     yield
+    front.reset()
     assert ask(front, "POST", "/v1/chat/completions", chat()).status == 200
 
 
@@ -105,17 +113,15 @@ def send_slowly(sock: socket.socket, data: bytes) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("tcp", [False, True])
-def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness, tcp: bool) -> None:
-
+def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness) -> None:
     headers = {"Content-Length": str(100 * MEGABYTE), "Authorization": f"Bearer {KEY}"}
     request = head("POST", "/v1/chat/completions", headers)
-    with connect(front, tcp) as sock:
+    with connect(front, tcp=True) as sock:
         # The response arrives although the rest of the request has not been sent.
         sock.sendall(request + bytes(1000))
         answer = read_answer(sock)
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
-    with connect(front, tcp) as sock:
+    with connect(front, tcp=True) as sock:
         thread = send_slowly(sock, request + bytes(100 * MEGABYTE))
         answer = read_answer(sock)
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
@@ -195,9 +201,11 @@ def test_encoded_slashes_and_dots_in_paths_do_not_bypass_authentication(front: H
         assert ask(front, "GET", path, tcp=True).status == 401
 
 
-def test_slow_headers_slow_bodies_and_idle_connections_time_out(own_front: Callable[..., Harness]) -> None:
-    own = own_front(Limits(header_timeout_s=5.0, body_timeout_s=1.0, idle_timeout_s=5.0))
-    with connect(own) as silent, connect(own) as headers, connect(own) as body, connect(own) as idle:
+def test_slow_headers_slow_bodies_and_idle_connections_time_out(
+    front: Harness, limit: Callable[..., None]
+) -> None:
+    limit(header_timeout_s=5.0, body_timeout_s=1.0, idle_timeout_s=5.0)
+    with connect(front) as silent, connect(front) as headers, connect(front) as body, connect(front) as idle:
         headers.sendall(b"GET /v1/models HTTP/1.1\r\nHost")
         body.sendall(head("POST", "/v1/completions", {"Content-Length": "10000"}) + b"{")
         idle.sendall(head("GET", "/v1/models"))
@@ -216,63 +224,66 @@ def test_slow_headers_slow_bodies_and_idle_connections_time_out(own_front: Calla
         assert (read_answer(headers).status, read_answer(body).status) == (408, 408)
         assert silent.recv(10) == b""
         assert idle.recv(10) == b""
-    own.wait_for(lambda: own.reports[-1].connections == 0)
+    front.wait_for(lambda: front.reports[-1].connections == 0)
 
 
-def test_the_time_limits_of_requests_do_not_end_a_stream(own_front: Callable[..., Harness]) -> None:
-    own = own_front(Limits(header_timeout_s=3.0, body_timeout_s=3.0, idle_timeout_s=3.0))
-    own.replica.step_s = 0.06
-    assert ask(own, "POST", "/v1/chat/completions", chat(stream=True)).body.endswith(b"data: [DONE]\n\n")
+def test_the_time_limits_of_requests_do_not_end_a_stream(front: Harness, limit: Callable[..., None]) -> None:
+    limit(header_timeout_s=3.0, body_timeout_s=3.0, idle_timeout_s=3.0)
+    front.replica.step_s = 0.15
+    answer = ask(front, "POST", "/v1/chat/completions", chat(stream=True))
+    assert answer.body.endswith(b"data: [DONE]\n\n") and answer.ms > 3000
 
 
 def test_at_the_limit_the_longest_idle_connection_is_closed(
-    own_front: Callable[..., Harness],
+    front: Harness, limit: Callable[..., None]
 ) -> None:
-    own = own_front(Limits(max_connections=3))
-    own.endless()
-    waiting = connect(own)
-    own.wait_for(lambda: own.reports[-1].connections == 1)
-    streaming = [connect(own) for _ in range(2)]
+    front.wait_for(lambda: front.report().connections == 0)
+    refused_before = front.reports[-1].refused_connections
+    limit(max_connections=3)
+    front.endless()
+    waiting = connect(front)
+    front.wait_for(lambda: front.reports[-1].connections == 1)
+    streaming = [connect(front) for _ in range(2)]
     for sock in streaming:
         sock.sendall(request(chat(stream=True)))
-    own.wait_for(lambda: own.reports[-1].busy_connections == 2)
-    with connect(own) as third:
+    front.wait_for(lambda: front.reports[-1].busy_connections == 2)
+    with connect(front) as third:
         assert waiting.recv(10) == b""
         third.sendall(request(chat(stream=True)))
-        own.wait_for(lambda: own.reports[-1].busy_connections == 3)
-        refused = ask(own, "GET", "/v1/models")
+        front.wait_for(lambda: front.reports[-1].busy_connections == 3)
+        refused = ask(front, "GET", "/v1/models")
         assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
         assert refused.headers["retry-after"] == "1"
-    own.wait_for(lambda: own.reports[-1].refused_connections == 1)
+    front.wait_for(lambda: front.reports[-1].refused_connections == refused_before + 1)
     for sock in (waiting, *streaming):
         sock.close()
-    own.wait_for(lambda: ask(own, "GET", "/v1/models").status == 200)
+    front.wait_for(lambda: ask(front, "GET", "/v1/models").status == 200)
 
 
-def test_one_tenant_cannot_take_all_places_of_a_front(own_front: Callable[..., Harness]) -> None:
-    own = own_front(Limits(max_connections=8))
-    own.endless()
-    streams = [connect(own) for _ in range(7)]
+def test_one_tenant_cannot_take_all_places_of_a_front(front: Harness, limit: Callable[..., None]) -> None:
+    limit(max_connections=8)
+    front.endless()
+    streams = [connect(front) for _ in range(7)]
     for sock in streams:
         sock.sendall(request(chat(stream=True)))
-    own.wait_for(lambda: own.reports[-1].busy_connections == 7)
-    refused = ask(own, "GET", "/v1/models")
+    front.wait_for(lambda: front.reports[-1].busy_connections == 7)
+    refused = ask(front, "GET", "/v1/models")
     assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
-    assert ask(own, "GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status == 200
+    assert ask(front, "GET", "/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status == 200
     for sock in streams:
         sock.close()
 
 
 def test_idle_connections_of_a_local_user_close_no_connection_of_a_tenant(
-    own_front: Callable[..., Harness],
+    front: Harness, limit: Callable[..., None]
 ) -> None:
-    own = own_front(Limits(max_connections=8))
+    limit(max_connections=8)
     with contextlib.ExitStack() as opened:
-        tenant = opened.enter_context(connect(own, tcp=True))
+        tenant = opened.enter_context(connect(front, tcp=True))
         for _ in range(2):
             tenant.sendall(head("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"}))
             assert read_answer(tenant).status == 200
-            idle = [opened.enter_context(connect(own)) for _ in range(20)]
+            idle = [opened.enter_context(connect(front)) for _ in range(20)]
             # The oldest of the connections have been closed to make room for newer ones.
             assert idle[0].recv(1) == b""
 

@@ -171,11 +171,9 @@ def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
         return stall / (last - began), ticks
 
     assert sum(len(text.encode()) for text in texts) > 2_000_000
-    # Other processes may delay an attempt, so the best of three attempts counts. The test only has to show
-    # that the encoder does not block the event loop.
-    stalled, ticks = min(asyncio.run(watch()) for _ in range(3))
-    assert ticks > 20
-    assert stalled < 0.25  # Fraction of the time spent encoding.
+    # Other processes may delay an attempt, so one of three attempts must succeed. The test only has to show
+    # that the encoder does not block the event loop: `stalled` is a fraction of the time spent encoding.
+    assert any(ticks > 20 and stalled < 0.25 for stalled, ticks in (asyncio.run(watch()) for _ in range(3)))
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
