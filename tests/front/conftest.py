@@ -34,6 +34,14 @@ def front(shared: Harness) -> Harness:
 
 
 @pytest.fixture
+def restore_models(front: Harness) -> Iterator[None]:
+    """Serve only the default model again after the test."""
+    yield
+    front.models = []
+    front.reconfigure()
+
+
+@pytest.fixture
 def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harness]]:
     """Return a function that starts a front process for this test alone."""
     started: list[Harness] = []

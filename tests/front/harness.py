@@ -227,7 +227,7 @@ class Harness:
                     del self.replicas[replica.name]
                 replica.submits, replica.cancels = [], []
                 replica.hold, replica.die_after, replica.fail_with = False, None, None
-                replica.script, replica.step_s = self.script, self.step_s
+                replica.script, replica.step_s, replica.burst = self.script, self.step_s, 1
 
         # Messages from the previous test may still be in transit.
         self.wait_for(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from appliance.channel.served_models import Arm
 from appliance.front.arms import choose_arm
 
-CALLERS = [f"key-{number}\0user-{number % 7}" for number in range(20_000)]
+CALLERS = [f"key-{number}\0user-{number % 7}" for number in range(5_000)]
 
 
 def arms(**weights: float) -> list[Arm]:
@@ -23,7 +23,7 @@ def test_each_arm_gets_callers_in_proportion_to_its_weight() -> None:
     found = chosen(arms(a=90, b=9, c=1))
     for target, share in (("a", 0.9), ("b", 0.09), ("c", 0.01)):
         # The tolerance is more than four standard deviations.
-        assert abs(found.count(target) / len(CALLERS) - share) < 0.01, target
+        assert abs(found.count(target) / len(CALLERS) - share) < 0.02, target
 
 
 def test_a_changed_weight_moves_callers_only_to_or_from_its_arm() -> None:
@@ -31,7 +31,7 @@ def test_a_changed_weight_moves_callers_only_to_or_from_its_arm() -> None:
     moved = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
     assert moved and {to for _, to in moved} == {"c"}
     # Arm c's share grows from 20/100 to 40/120. No caller moves between the other arms.
-    assert abs(len(moved) / len(CALLERS) - (40 / 120 - 20 / 100)) < 0.02
+    assert abs(len(moved) / len(CALLERS) - (40 / 120 - 20 / 100)) < 0.03
 
 
 def test_the_callers_of_a_removed_arm_move_and_all_others_stay() -> None:
@@ -42,7 +42,7 @@ def test_the_callers_of_a_removed_arm_move_and_all_others_stay() -> None:
 def test_splits_of_two_names_are_independent() -> None:
     first, second = chosen(arms(a=50, b=50)), chosen(arms(a=50, b=50), "other")
     equal = sum(one == two for one, two in zip(first, second, strict=True))
-    assert abs(equal / len(CALLERS) - 0.5) < 0.02
+    assert abs(equal / len(CALLERS) - 0.5) < 0.03
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=16), st.text(), st.randoms())

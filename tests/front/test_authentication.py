@@ -204,39 +204,33 @@ def test_every_host_header_is_accepted(front: Harness) -> None:
     assert ask(front, "GET", "/v1/models").status == 200
 
 
+@pytest.mark.usefixtures("restore_models")
 def test_requests_for_a_model_with_a_broken_tokenizer_get_the_reason(front: Harness) -> None:
-    try:
-        front.models = [front.served(), front.served("bad", folder="/nowhere")]
-        front.configure()
-        front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 503)
-        assert "/nowhere" in ask(front, "GET", "/health/ready").json["reason"]
-        answer = ask(front, "POST", "/v1/completions", {"model": "bad", "prompt": "x"})
-        assert (answer.status, answer.error["code"]) == (503, "model_broken")
-        assert ask(front, "POST", "/v1/completions", {"model": "demo", "prompt": "x"}).status == 200
-    finally:
-        front.models = []
-        front.configure()
-        front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 200)
+    front.models = [front.served(), front.served("bad", folder="/nowhere")]
+    front.configure()
+    front.wait_for(lambda: ask(front, "GET", "/health/ready").status == 503)
+    assert "/nowhere" in ask(front, "GET", "/health/ready").json["reason"]
+    answer = ask(front, "POST", "/v1/completions", {"model": "bad", "prompt": "x"})
+    assert (answer.status, answer.error["code"]) == (503, "model_broken")
+    assert ask(front, "POST", "/v1/completions", {"model": "demo", "prompt": "x"}).status == 200
 
 
+@pytest.mark.usefixtures("restore_models")
 def test_unknown_properties_of_a_model_do_not_refuse_requests(front: Harness) -> None:
     """A model's properties are unknown if, for example, its config.json is unreadable. The core can then
     explain why the model cannot be served, so the front process leaves the refusal to the core."""
     front.models = [front.served(max_model_len=0, vocab_size=0)]
     front.configure()
-    try:
-        front.wait_for(lambda: ask(front, "GET", "/v1/models/demo").json["max_model_len"] is None)
-        front.admit, front.refusal = "refuse", Refused("", 0, 503, "model_failed", "config.json is not JSON")
-        body = {"model": "demo", "prompt": [5, 6], "logit_bias": {"7": 1.0}, "stop_token_ids": [9]}
-        for answer in (
-            ask(front, "POST", "/v1/chat/completions", chat(max_tokens=3)),
-            ask(front, "POST", "/v1/completions", body),
-        ):
-            assert answer.status == 503, answer.body
-            assert answer.error["message"] == "config.json is not JSON"
-        assert front.admits[0].max_tokens == 3
-    finally:
-        front.models = []
+    front.wait_for(lambda: ask(front, "GET", "/v1/models/demo").json["max_model_len"] is None)
+    front.admit, front.refusal = "refuse", Refused("", 0, 503, "model_failed", "config.json is not JSON")
+    body = {"model": "demo", "prompt": [5, 6], "logit_bias": {"7": 1.0}, "stop_token_ids": [9]}
+    for answer in (
+        ask(front, "POST", "/v1/chat/completions", chat(max_tokens=3)),
+        ask(front, "POST", "/v1/completions", body),
+    ):
+        assert answer.status == 503, answer.body
+        assert answer.error["message"] == "config.json is not JSON"
+    assert front.admits[0].max_tokens == 3
 
 
 def test_tokenize_and_detokenize_are_inverse(front: Harness) -> None:

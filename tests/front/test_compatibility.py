@@ -58,6 +58,7 @@ def test_azures_paths_select_the_model(front: Harness, kind: str, named: dict[st
     assert ask(front, "POST", path, body, {"api-key": KEY}, tcp=True).error["code"] == "model_not_found"
 
 
+@pytest.mark.usefixtures("restore_models")
 def test_an_idempotency_key_of_one_deployment_is_refused_by_another(front: Harness) -> None:
     """The names of the deployments begin with a prefix that is longer than the part of a path that the log
     shows. The front process must still distinguish the deployments."""
@@ -68,8 +69,6 @@ def test_an_idempotency_key_of_one_deployment_is_refused_by_another(front: Harne
     key = {"Idempotency-Key": "deployments"}
     paths = [f"/openai/deployments/{name}/chat/completions" for name in names]
     first, second = (ask(front, "POST", path, body, key) for path in paths)
-    front.models = []
-    front.reconfigure()
     assert (first.status, first.json["model"]) == (200, names[0])
     assert (second.status, second.error["code"]) == (422, "idempotency_key_reused")
 

@@ -352,6 +352,7 @@ def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(fro
     assert submitted(front).sampling.max_tokens > 400
 
 
+@pytest.mark.usefixtures("restore_models")
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
     """The model's maximum length is not known yet. If it were, a prompt of this length would be refused
     earlier."""
@@ -359,8 +360,6 @@ def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
     front.reconfigure()
     body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}
     answer = post(front, COMPLETION, body)
-    front.models = []
-    front.reconfigure()
     assert (answer.status, answer.error["param"]) == (400, "return_token_ids")
     assert "1048576" in answer.error["message"]
 

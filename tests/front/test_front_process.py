@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,16 +166,16 @@ def test_requests_that_exceed_the_grace_period_of_a_stop_end_with_an_error(own_f
     assert {settle.status for settle in front.settles} == {503}
 
 
-def test_a_front_ignores_signals_to_its_process_group(own_front: OwnFront) -> None:
-    front = own_front()
+def test_a_front_ignores_signals_to_its_process_group(front: Harness) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         front.process.send_signal(number)
     time.sleep(0.1)
     assert ask(front, "POST", "/v1/chat/completions", chat()).status == 200
 
 
-def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: OwnFront) -> None:
-    front = own_front(Limits())
+def test_reports_count_connections_streams_requests_tokens_and_cpu(front: Harness) -> None:
+    front.wait_for(lambda: front.report().connections == 0)
+    before = front.reports[-1]
     front.replica.step_s = 0.3
     with connect(front) as sock:
         begin_stream(front, sock)
@@ -185,9 +185,9 @@ def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: Ow
         read_answer(sock)
     front.wait_for(lambda: front.reports[-1].connections == 0)
     last = front.reports[-1]
-    assert (last.streams, last.requests) == (0, 1)
-    assert last.tokens == front.settled(1)[0].delivered_tokens
-    assert last.cpu_seconds > 0
+    assert (last.streams, last.requests) == (0, before.requests + 1)
+    assert last.tokens == before.tokens + front.settled(1)[0].delivered_tokens
+    assert last.cpu_seconds > before.cpu_seconds
 
 
 def descriptors(pid: int) -> set[int]:
@@ -236,20 +236,12 @@ def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(
         sock.close()
 
 
-@pytest.fixture
-def models(front: Harness) -> Iterator[Harness]:
-    """The shared front process. The models that it serves are restored after the test."""
-    yield front
-    front.models = []
-    front.reconfigure()
-
-
+@pytest.mark.usefixtures("restore_models")
 def test_an_unreadable_tokenizer_is_reported_and_read_again_later(
-    models: Harness, folder: Path, tmp_path: Path
+    front: Harness, folder: Path, tmp_path: Path
 ) -> None:
     away, there = tmp_path / "away", tmp_path / "model"
     shutil.copytree(folder, away)
-    front = models
     front.models = [front.served("m", folder=str(there))]
     front.configure()
     front.wait_for(lambda: "tokenizer.json does not exist" in front.reports[-1].problems.get("m", ""))
@@ -259,13 +251,14 @@ def test_an_unreadable_tokenizer_is_reported_and_read_again_later(
     assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 200
 
 
+@pytest.mark.usefixtures("restore_models")
 def test_a_front_reports_not_ready_before_it_reads_a_new_model(
-    models: Harness, folder: Path, tmp_path: Path
+    front: Harness, folder: Path, tmp_path: Path
 ) -> None:
     def ready() -> int:
         return ask(front, "GET", "/health/ready").status
 
-    front, slow = models, tmp_path / "slow"
+    slow = tmp_path / "slow"
     shutil.copytree(folder, slow)
     # Compiling this template takes about a second.
     (slow / "chat_template.jinja").write_text("{{ messages }}" * 10_000)
@@ -288,8 +281,8 @@ def test_a_front_reports_not_ready_before_it_reads_a_new_model(
         raise AssertionError("the front process was ready until it had read the new model")
 
 
-def test_served_models_change_without_a_restart(models: Harness) -> None:
-    front = models
+@pytest.mark.usefixtures("restore_models")
+def test_served_models_change_without_a_restart(front: Harness) -> None:
     front.models = [front.served("org/new", version="v2", max_model_len=64)]
     front.configure()
     front.wait_for(lambda: ask(front, "GET", "/v1/models/org/new").status == 200)

@@ -49,12 +49,10 @@ def probe(front: Harness) -> str:
 
 
 @pytest.fixture
-def rights(front: Harness) -> Iterator[Harness]:
+def rights(front: Harness, restore_models: None) -> Iterator[Harness]:
     """The shared front process. The rights of all callers are restored after the test."""
     yield front
     front.identify()
-    front.models = []
-    front.configure()
     front.wait_for(lambda: probe(front) == "key_1")
 
 

@@ -42,7 +42,7 @@ def test_a_tenant_that_has_used_its_share_of_a_thread_pauses() -> None:
     log: list[str] = []
 
     def hard_steps() -> Generator[None, None, str]:
-        while len(log) < 20:
+        while len(log) < 14:
             began = time.thread_time()
             while time.thread_time() - began < 0.1 * BURST_S * MAX_SHARE:
                 pass
@@ -57,12 +57,12 @@ def test_a_tenant_that_has_used_its_share_of_a_thread_pauses() -> None:
         while not log:
             await asyncio.sleep(0.01)
         assert await pool.run("small", steps([], "small", 3), is_long=True) == "small"
-        assert len(log) < 20
+        assert len(log) < 14
         assert await hog == "hog"
         return time.monotonic() - began
 
     # The first ten steps may run without a pause. Each later step uses up a tenth of BURST_S.
-    assert asyncio.run(main()) > 0.1 * BURST_S * 5
+    assert asyncio.run(main()) > 0.1 * BURST_S * 2
 
 
 def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:
