@@ -123,7 +123,8 @@ def signature(one: UnfinishedRequest) -> tuple[object, ...]:
 def let_pass(request: UnfinishedRequest, seconds: float) -> None:
     """Advance the elapsed times of a request whose other fields are unchanged."""
     request.age_s += seconds
-    if request.phase == "queued" and request.queue_s is not None:
+    # The time in the queue ends with the first dispatch, even if the request is queued again later.
+    if request.phase == "queued" and not request.attempt and request.queue_s is not None:
         request.queue_s += seconds
     if request.deadline_left_s is not None:
         request.deadline_left_s -= seconds

@@ -183,6 +183,9 @@ def test_frames_rebuild_every_snapshot() -> None:
         ),
         at(11.0, a_request("b", age_s=2.0, phase="prefill", queue_s=1.2), reason="draining"),
         at(11.5, a_request("b", age_s=2.5, phase="prefill", queue_s=1.2), a_request("c", age_s=0.1)),
+        # The replica of request b exited, so b is queued again.
+        at(12.0, a_request("b", age_s=3.0, phase="queued", attempt=1, queue_s=1.2)),
+        at(12.5, a_request("b", age_s=3.5, phase="queued", attempt=1, queue_s=1.2)),
     ]
     frames = [sent(feed, one) for one in story]
     assert [(len(f.requests), f.ended, f.generated_tokens) for f in frames] == [
@@ -190,13 +193,15 @@ def test_frames_rebuild_every_snapshot() -> None:
         (0, [], {"a": 7}),
         (1, ["a"], {}),
         (1, [], {}),
+        (1, ["c"], {}),
+        (0, [], {}),
     ]
     assert set(frames[1].fields) == {"at"} and set(frames[2].fields) == {"at", "reason"}
     for one, frame in zip(story, [msgspec.structs.replace(frames[0], whole=True), *frames[1:]], strict=True):
         assert assembler.add(frame) == one
     again = SnapshotAssembler()
     assert again.add(msgspec.json.decode(feed.whole_line(), type=Frame)) == story[-1]
-    with pytest.raises(MissingFrameError, match="frame 9 does not follow frame 4"):
+    with pytest.raises(MissingFrameError, match="frame 9 does not follow frame 6"):
         again.add(Frame(seq=9, at=12.0))
 
 
