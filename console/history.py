@@ -193,11 +193,12 @@ class History:
             )
 
     def complete(self, batches: list[Batch]) -> None:
-        """Replace the newest slices with complete ones. Slices read from recorded values lack text fields."""
+        """Add text fields, which recorded values lack, to the newest slices. A slice may cover more time than
+        its entry in `batches` (see `joined`), so it keeps its values."""
         for batch in batches:
             slices = self.batches.get(batch.replica)
             if slices and abs(slices[-1].at - batch.at) < 0.001:
-                slices[-1] = batch
+                slices[-1] = msgspec.structs.replace(slices[-1], model=batch.model)
 
     def _add_batches(self, batches: list[Batch], at: float) -> None:
         for batch in batches:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ import pytest
 
 from appliance.actions.parameters import CreateTenant
 from appliance.history.block_frames import coarse
+from appliance.history.pages import TelemetryColumns
 from appliance.snapshot import BlockMap, Snapshot, with_blocks
 from console.history import History
 from console.lines import plain
@@ -52,12 +53,10 @@ SHOW_BLOCKS = tuple(view.name for view in VIEWS if view.reads_blocks)
 SIZES = ((120, 36), (80, 20))
 Frames = dict[float, dict[str, list[str]]]
 """The content of all screens at both sizes, by the time of the snapshot."""
-Maps = dict[str, BlockMap]
-"""The KV blocks of each replica."""
+Maps = dict[float, dict[str, BlockMap]]
+"""The KV blocks of each replica, by the time of the snapshot."""
 
 _AFTER_RESTART = 5
-_BLOCKS_LATE = 3
-"""Maximum number of samples between a live map of the KV blocks and the recorded map that is equal to it."""
 _MAX_SECONDS = 150
 
 UNKNOWN = {"kv[].hit_rate", "kv[].hit_window_s", "batches[].mixed_step_ms", "batches[].mixed_idle_us"}
@@ -81,12 +80,12 @@ def bodies(session: ConsoleSession, screens: Sequence[str] = SCREENS) -> dict[st
     return shown
 
 
-async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
+async def watch(running: Service) -> tuple[Frames, Maps, list[Snapshot]]:
     """Show the service and its KV blocks in a console once per second, until the killed replica is ready
-    again. Return the screens and the snapshots."""
+    again. Return the screens, the KV blocks and the snapshots."""
     source = LiveSource(running.run_dir, interval_s=1.0)
     source.reads_blocks = True
-    session, frames, seen = ConsoleSession(source), Frames(), list[Snapshot]()
+    session, frames, maps, seen = ConsoleSession(source), Frames(), Maps(), list[Snapshot]()
     pid = after = 0
     try:
         for number in range(_MAX_SECONDS):
@@ -94,7 +93,7 @@ async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
             # A recorded map of KV blocks is limited in size, so use the same coarse map here.
             caches = {one.replica: coarse(one.blocks) for one in snapshot.kv if one.blocks is not None}
             session.accept(with_blocks(snapshot, caches))
-            frames[snapshot.at] = bodies(session)
+            frames[snapshot.at], maps[snapshot.at] = bodies(session), caches
             seen.append(msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=Snapshot))
             replica = snapshot.models[0].replicas[0]
             if not pid and number >= 3 and sum(one.phase == "decode" for one in snapshot.requests) >= 2:
@@ -103,73 +102,65 @@ async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
             if pid and replica.restarts and replica.state == "ready":
                 after += 1
                 if after == _AFTER_RESTART:
-                    return frames, seen
+                    return frames, maps, seen
         raise AssertionError(f"the replica was not ready again after {_MAX_SECONDS} s")
     finally:
         await source.close()
 
 
-def keep_only(history: History, times: list[float]) -> None:
-    """Remove all points for seconds that the live console did not receive, either because they precede the
-    console or because the stream of a busy service skipped them."""
-    for points in (history.points, *history.batches.values()):
-        kept = [one for one in points if min(abs(one.at - at) for at in times) < 0.1]
-        points.clear()
-        points.extend(kept)
-    history.batches = {replica: slices for replica, slices in history.batches.items() if slices}
+class LiveSeconds(History):
+    """A recorded history without the seconds that the live console did not receive, either because they
+    precede the console or because the stream of a busy service skipped them."""
+
+    def __init__(self, times: Collection[float]) -> None:
+        super().__init__()
+        self._times = times
+
+    def add_columns(self, columns: TelemetryColumns) -> None:
+        rows = [row for row, at in enumerate(columns.at) if min(abs(at - one) for one in self._times) < 0.001]
+        super().add_columns(
+            TelemetryColumns(
+                resolution_s=columns.resolution_s,
+                at=[columns.at[row] for row in rows],
+                metrics={name: [values[row] for row in rows] for name, values in columns.metrics.items()},
+            )
+        )
 
 
-async def replay(recording: RecordedPast, times: list[float]) -> tuple[Frames, dict[float, Maps]]:
-    """Replay the recorded samples in a console from the first of the given times on. Return the content of
-    its screens and the recorded KV blocks."""
-    source, frames, blocks = ReplaySource(recording, times[0] + 0.0005), Frames(), dict[float, Maps]()
+async def replay(recording: RecordedPast, live: Frames, maps: Maps) -> tuple[Frames, int]:
+    """Replay the recorded samples in a console. Return the content of its screens, and the number of seconds
+    in which the recorded KV blocks equal those of the live console. A live console reads KV blocks and
+    snapshots separately, so it may show blocks that no sample contains. Screens then show its blocks."""
+    times, same = sorted(live), 0
+    source, frames = ReplaySource(recording, times[0] + 0.0005), Frames()
+    source.history = LiveSeconds(times)
     session = ConsoleSession(source)
     snapshot = await source.next()
     while True:
-        keep_only(source.history, times)
         assert source.instant is not None and source.instant.resolution_s == 1 and source.instant.details
         session.show_past(PastState(source.instant), source.history)
         frames[snapshot.at] = bodies(session)
-        blocks[snapshot.at] = {one.replica: one.blocks for one in snapshot.kv if one.blocks is not None}
+        if frames[snapshot.at] == live.get(snapshot.at):
+            same += 1
+        elif snapshot.at in live:
+            snapshot.kv = [msgspec.structs.replace(one, blocks=None) for one in snapshot.kv]
+            with_blocks(snapshot, maps[snapshot.at])
+            session.show_past(PastState(source.instant), source.history)
+            frames[snapshot.at] |= bodies(session, SHOW_BLOCKS)
         if snapshot.at >= times[-1]:
-            return frames, blocks
+            return frames, same
         snapshot = await source.step(1)
 
 
-def compare(live: Frames, recording: RecordedPast) -> None:
+def compare(live: Frames, maps: Maps, recording: RecordedPast) -> None:
     """Assert that the recorded screens equal those of the live console for every second that the live console
-    showed. A live console reads KV blocks and snapshots separately, so its blocks may be up to `_BLOCKS_LATE`
-    samples older or newer than the recorded ones."""
-    past, blocks = asyncio.run(replay(recording, sorted(live)))
+    showed."""
+    past, same = asyncio.run(replay(recording, live, maps))
     assert set(live) <= set(past), sorted(set(live) - set(past))
-    samples, same = sorted(past), 0
     for at, screens in live.items():
-        different = [name for name, rows in screens.items() if past[at][name] != rows]
-        assert all(name.split()[0] in SHOW_BLOCKS for name in different), f"{different} at {at}"
-        same += not different
-        place = samples.index(at)
-        nearby = [blocks[one] for one in samples[max(0, place - _BLOCKS_LATE) : place + _BLOCKS_LATE + 1]]
-        if different and not asyncio.run(are_equal_with(recording, at, live, nearby)):
-            raise AssertionError(f"{different} at {at}: {[screens[name] for name in different]}")
+        for name, rows in screens.items():
+            assert past[at][name] == rows, f"{name} at {at}"
     assert same, "no second shows the blocks that were recorded in it"
-
-
-async def are_equal_with(recording: RecordedPast, at: float, live: Frames, candidates: list[Maps]) -> bool:
-    """Return whether the live screens equal the replayed screens of this time with any of the candidate maps
-    of KV blocks."""
-    times = sorted(live)
-    for maps in candidates:
-        source = ReplaySource(recording, at + 0.0005)
-        session = ConsoleSession(source)
-        snapshot = await source.next()
-        snapshot.kv = [msgspec.structs.replace(one, blocks=None) for one in snapshot.kv]
-        with_blocks(snapshot, maps)
-        keep_only(source.history, times)
-        assert source.instant is not None
-        session.show_past(PastState(source.instant), source.history)
-        if all(live[at][name] == rows for name, rows in bodies(session, SHOW_BLOCKS).items()):
-            return True
-    return False
 
 
 async def show_lists(session: ConsoleSession, source: SnapshotSource) -> dict[str, list[str]]:
@@ -255,7 +246,7 @@ def test_replayed_screens_of_a_replicas_death_equal_the_live_screens(tmp_path: P
         clients = [threading.Thread(target=ask_until, args=(stop, running), daemon=True) for _ in range(6)]
         for client in clients:
             client.start()
-        live, seen = asyncio.run(watch(running))
+        live, maps, seen = asyncio.run(watch(running))
         stop.set()
         missing = undelivered(seen, ("batches[].", "kv[].", "models[].", "queue.", "latency."))
         assert missing <= UNKNOWN
@@ -268,7 +259,7 @@ def test_replayed_screens_of_a_replicas_death_equal_the_live_screens(tmp_path: P
             60,
             "the newest sample to be recorded",
         )
-        compare(live, service_recording(running.run_dir, None))
+        compare(live, maps, service_recording(running.run_dir, None))
         for client in clients:
             client.join(120)
         running.wait_until(lambda: not running.status()["queue"]["running"], 120, "the end of the requests")
@@ -287,7 +278,7 @@ def test_replayed_screens_of_a_replicas_death_equal_the_live_screens(tmp_path: P
     # The service has stopped and its databases are deleted.
     assert not running.state_dir.exists()
     recording = file_recording(path)
-    compare(live, recording)
+    compare(live, maps, recording)
     assert without_heading(asyncio.run(replay_lists(recording, idle_at))) == without_heading(idle)
     assert raised_alerts(path) == ["replica-down"]
     top = run_appliance("top", "--replay", path, "--screen", "requests")
