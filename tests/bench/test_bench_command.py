@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.bench.fake_server import FakeServer
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, on_a_terminal
 from tests.cli.test_help import loaded_by
 
 SMALL = ("--concurrency", "2", "--requests", "4", "--prompt-tokens", "8", "--output-tokens", "4")
@@ -280,26 +275,6 @@ def test_a_number_out_of_range_is_refused_with_the_range(cli: Run, flag: str, va
 def test_more_requests_than_fit_into_memory_are_refused(cli: Run) -> None:
     outcome = cli("bench", "--base-url", "http://127.0.0.1:1", "--rate", "90000", "--duration", "500")
     assert outcome.code == 2 and "more than 2,000,000 requests" in " ".join(outcome.err.split())
-
-
-def on_a_terminal(*words: str, **environment: str) -> str:
-    """Return the command's output on an 80-column terminal."""
-    leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "appliance.cli", *words],
-        stdin=follower,
-        stdout=follower,
-        stderr=follower,
-        env={**os.environ, "COLUMNS": "80", "TERM": "xterm", **environment},
-    )
-    os.close(follower)
-    written = b""
-    with contextlib.suppress(OSError):  # reading a closed terminal raises OSError on Linux
-        while data := os.read(leader, 65536):
-            written += data
-    os.close(leader)
-    assert process.wait(60) == 0
-    return written.decode()
 
 
 def test_a_terminal_shows_progress_and_colour_unless_no_color_is_set(fake: FakeServer) -> None:
