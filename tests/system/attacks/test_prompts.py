@@ -96,7 +96,7 @@ def test_another_tenants_small_request_is_answered_at_once_beside_huge_prompts(
         attacked.running.wait_until(
             lambda: sum(statuses.values()) >= 4, 120, "the first answers to the attack"
         )
-        latencies = [small_request_s(http) for _ in range(10)]
+        latencies = [small_request_s(http) for _ in range(5)]
         grown = front_bytes(attacked.running) - before
     assert statistics.median(latencies) < MAX_DELAY_S / 2, latencies
     assert max(latencies) < MAX_DELAY_S, latencies

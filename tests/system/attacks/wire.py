@@ -97,6 +97,12 @@ def flood(address: Address, data: bytes, connections: int, seconds: float) -> li
     return list(answers.values())
 
 
+def cpu_s(*pids: int) -> float:
+    """Return the CPU time that these processes have used, in seconds. Unlike a duration, it does not depend
+    on other work of the machine."""
+    return sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids))
+
+
 class Memory:
     """Tracks the resident memory of the core and the fronts."""
 
