@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import zlib
 from typing import Any
@@ -35,9 +34,8 @@ def a_stall(replica: str, at: float, ms: float) -> Stall:
 
 
 def at(seconds: float, requests: list[UnfinishedRequest], alerts: list[Alert] | None = None) -> Snapshot:
-    return msgspec.structs.replace(
-        snapshot(), at=seconds, requests=copy.deepcopy(requests), alerts=alerts or []
-    )
+    copies = [msgspec.structs.replace(one) for one in requests]
+    return msgspec.structs.replace(snapshot(), at=seconds, requests=copies, alerts=alerts or [])
 
 
 def story(seed: int, seconds: int) -> list[Snapshot]:
@@ -69,7 +67,7 @@ def story(seed: int, seconds: int) -> list[Snapshot]:
     return found
 
 
-@given(st.integers(0, 1 << 30), st.integers(1, 75))
+@given(st.integers(0, 1 << 30), st.integers(1, 45))
 def test_every_second_is_decoded_from_the_frames_since_the_last_whole_frame(seed: int, seconds: int) -> None:
     encoder, frames = DetailEncoder(), list[bytes]()
     for one in story(seed, seconds):
@@ -109,9 +107,9 @@ def test_a_frame_that_was_not_recorded_is_followed_by_a_whole_one() -> None:
 def test_frames_stay_within_their_mean_size_and_recording_continues() -> None:
     encoder, chance = DetailEncoder(), random.Random(3)
     sizes = []
-    for second in range(200):
+    for second in range(60):
         # In every second, all earlier requests are replaced by new ones.
-        requests = [a_request(f"req-{chance.getrandbits(96):024x}") for _ in range(1500)]
+        requests = [a_request(f"req-{chance.getrandbits(96):024x}") for _ in range(MAX_RECORDED_REQUESTS + 100)]
         encoded = encoder.encode(at(1000.0 + second, requests))
         if encoded is not None:
             decoded = decode_details([encoded[1]])
@@ -119,8 +117,8 @@ def test_frames_stay_within_their_mean_size_and_recording_continues() -> None:
                 decoded is not None and len(decoded.requests) == MAX_RECORDED_REQUESTS
             )
         sizes.append(0 if encoded is None else len(encoded[1]))
-    assert sum(sizes) <= 200 * DETAIL_BYTES_PER_S + (1 << 20)
-    assert any(sizes[150:])
+    assert sum(sizes) <= 60 * DETAIL_BYTES_PER_S + (1 << 20)
+    assert any(sizes[45:])
 
 
 def test_frames_that_were_recorded_before_stalls_existed_can_be_read() -> None:

@@ -11,13 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.alert_rules import BUILT_IN, AlertRule, cycle, effective_rules, faults_of_rule
 from appliance.monitoring.alerts.evaluation import Evaluator
 from appliance.monitoring.alerts.windows import Window
 from store.samples import Splitter
+from tests.examples import examples
 from tests.monitoring.histories import START, evaluate, history, quiet_service, transitions
 from tests.pages import check_page
 
@@ -48,14 +49,14 @@ def test_values_between_clear_and_threshold_neither_raise_nor_end_an_alert() -> 
 
 
 @given(st.lists(st.floats(87.0, 89.0), min_size=60, max_size=120))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_noise_at_a_threshold_raises_at_most_one_alert(values: list[float]) -> None:
     events = temperatures(values)
     assert events in ([], [(events[0][0], "raised")] if events else [])
 
 
 @given(st.lists(st.sampled_from([60.0, 84.0, 90.0]), min_size=60, max_size=150))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_events_alternate_and_are_at_least_their_times_apart(values: list[float]) -> None:
     events = temperatures(values)
     assert [event for _, event in events] == ["raised", "ended"] * (len(events) // 2) + ["raised"] * (

@@ -19,6 +19,7 @@ from appliance.monitoring.metrics.families.requests import outcome
 from appliance.monitoring.metrics.tenants import OTHERS, ShownTenants
 from store.requests import RequestRow
 from tests.core.simulated_service import Rows
+from tests.examples import examples
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -45,6 +46,7 @@ def counted(*tenants: str, most: int = 200) -> CountedRows:
 # ── the text ──
 
 
+@examples(40)
 @given(st.lists(st.tuples(st.text(), st.floats()), unique_by=lambda pair: pair[0]))
 def test_an_independent_parser_reads_back_every_label_and_number(
     series: list[tuple[str, float]],
