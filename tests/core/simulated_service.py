@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from appliance.channel.core_messages import Abort, Admitted, Refused
 from appliance.channel.front_messages import Admit, Settle
 from appliance.channel.identity import Identity
@@ -207,8 +209,9 @@ class SimulatedService:
         submissions: int = 1,
         samples: int = 1,
         tokens: int = 8,
-        prefixes: tuple[bytes, ...] = (),
+        **changes: Any,
     ) -> str:
+        """Send a request whose `Admit` message has the given fields changed."""
         request_id = f"r{len(self.asked)}"
         self.asked.append(request_id)
         admit = Admit(
@@ -222,9 +225,9 @@ class SimulatedService:
             num_seqs=submissions * samples,
             prompt_tokens=submissions * tokens,
             max_tokens=5 * submissions * samples,
-            prefixes=prefixes,
             arrived_at=self.now + self.time_of_day,
         )
+        admit = msgspec.structs.replace(admit, **changes)
         front.asks[request_id] = Ask(admit)
         front.to_core.append(admit)
         return request_id
@@ -265,9 +268,7 @@ class SimulatedService:
     def ask_again(self, front: FakeFront, request_id: str) -> None:
         """Send the next attempt of a request after the death of its replica."""
         ask = front.asks[request_id]
-        ask.admit = Admit(**{f: getattr(ask.admit, f) for f in Admit.__struct_fields__} | {
-            "attempt": ask.admit.attempt + 1
-        })  # fmt: skip
+        ask.admit = msgspec.structs.replace(ask.admit, attempt=ask.admit.attempt + 1)
         ask.waiting, ask.replica = True, None
         front.to_core.append(ask.admit)
 

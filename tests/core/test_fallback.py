@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from appliance.channel.core_messages import Admitted, Refused
-from appliance.channel.front_messages import Admit, Settle
+from appliance.channel.front_messages import Admit
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.rules import QueueRules
 from engine.rank_messages import Report
 from tests.core.simulated_service import SLOTS, TOKENS, FakeFront, SimulatedService
-from tests.core.test_request_manager import finished, report
+from tests.core.test_request_manager import finished, report, settle
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def service() -> SimulatedService:
 
 def admit(service: SimulatedService, front: FakeFront, **changed: Any) -> Admit:
     """Return the first attempt of a request for model "m" that may use the fallback."""
-    service.ask(front)
+    service.ask(front, **{"may_fall_back": True, **changed})
     sent: Admit = front.to_core.pop()
-    return msgspec.structs.replace(sent, **{"may_fall_back": True, **changed})
+    return sent
 
 
 def again(first: Admit, model: str = "small") -> Admit:
@@ -54,17 +54,6 @@ def fall_back(service: SimulatedService, front: FakeFront, first: Admit) -> None
     assert not service.rows.ended
 
 
-def left(request_id: str, status: int = 499) -> Settle:
-    return Settle(
-        request_id=request_id,
-        submitted=False,
-        status=status,
-        finish_reason="cancelled",
-        delivered_tokens=0,
-        e2e_ms=1.0,
-    )
-
-
 def test_a_request_whose_model_has_no_ready_replica_is_answered_by_the_fallback(
     service: SimulatedService,
 ) -> None:
@@ -76,8 +65,7 @@ def test_a_request_whose_model_has_no_ready_replica_is_answered_by_the_fallback(
     assert isinstance(admitted, Admitted) and (admitted.attempt, admitted.replica) == (0, "small-0")
     small = service.requests.state.models["small"].accounts[0]
     service.requests.report(small, report(finished(first.request_id, 5), slots=SLOTS + 1))
-    done = msgspec.structs.replace(left(first.request_id, 200), submitted=True, finish_reason="stop")
-    service.requests.settle(front.name, done)
+    service.requests.settle(front.name, settle(first.request_id))
     [row] = service.rows.ended
     assert (row.model, row.unit, row.version, row.fallback_of) == ("small", "small", "v2", "m")
     assert (row.status, row.prompt_tokens, row.resubmissions) == (200, 9, 0)
@@ -118,7 +106,8 @@ def test_a_request_that_ends_between_two_models_is_closed_once(service: Simulate
     first = admit(service, front)
     fall_back(service, front, first)
     if cause == "client":
-        service.requests.settle(front.name, left(first.request_id))
+        left = settle(first.request_id, submitted=False, status=499, finish_reason="cancelled")
+        service.requests.settle(front.name, left)
     else:
         service.requests.lose_front(front.name)
     [row] = service.rows.ended

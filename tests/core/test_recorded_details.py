@@ -109,7 +109,9 @@ def test_frames_stay_within_their_mean_size_and_recording_continues() -> None:
     sizes = []
     for second in range(60):
         # In every second, all earlier requests are replaced by new ones.
-        requests = [a_request(f"req-{chance.getrandbits(96):024x}") for _ in range(MAX_RECORDED_REQUESTS + 100)]
+        requests = [
+            a_request(f"req-{chance.getrandbits(96):024x}") for _ in range(MAX_RECORDED_REQUESTS + 100)
+        ]
         encoded = encoder.encode(at(1000.0 + second, requests))
         if encoded is not None:
             decoded = decode_details([encoded[1]])

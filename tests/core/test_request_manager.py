@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -34,8 +36,9 @@ def answers(front: FakeFront) -> list[Admitted | Refused]:
     return list(front.from_core)
 
 
-def settle(request_id: str, delivered: int) -> Settle:
-    return Settle(
+def settle(request_id: str, delivered: int = 0, **changes: Any) -> Settle:
+    """Return the settlement of an answered request, with the given fields changed."""
+    answered = Settle(
         request_id=request_id,
         submitted=True,
         status=200,
@@ -43,6 +46,7 @@ def settle(request_id: str, delivered: int) -> Settle:
         delivered_tokens=delivered,
         e2e_ms=9.0,
     )
+    return msgspec.structs.replace(answered, **changes)
 
 
 def finished(request_id: str, generated: int, cached: int = 0) -> Finished:
@@ -109,11 +113,7 @@ def test_a_prompt_returns_to_the_replica_that_computed_its_beginning_unless_that
 def test_batch_requests_wait_behind_interactive_ones(service: SimulatedService) -> None:
     front = service.new_front()
     for asked_class in ("flex", "", "P0"):
-        request_id = service.ask(front)
-        admit = front.to_core.pop()
-        fields = {field: getattr(admit, field) for field in admit.__struct_fields__}
-        front.to_core.append(type(admit)(**fields | {"asked_class": asked_class}))
-        assert request_id == admit.request_id
+        service.ask(front, asked_class=asked_class)
     read_all(service)
     service.new_replica()
     read_all(service)
@@ -145,8 +145,7 @@ def test_requests_wait_while_the_model_loads_and_are_refused_when_it_takes_too_l
 def test_setting_the_clock_does_not_affect_waiting_requests(service: SimulatedService, hours: int) -> None:
     front = service.new_front()
     service.ask(front)
-    service.ask(front)
-    front.to_core[-1] = msgspec.structs.replace(front.to_core[-1], deadline_ms=20_000.0)
+    service.ask(front, deadline_ms=20_000.0)
     service.now += 1  # on its way
     read_all(service)
     service.time_of_day += 3600.0 * hours
@@ -174,10 +173,8 @@ def test_an_unknown_model_is_refused_with_404_and_the_names_of_the_known_models(
     service: SimulatedService,
 ) -> None:
     front = service.new_front()
-    service.ask(front)
-    admit = front.to_core.pop()
-    fields = {field: getattr(admit, field) for field in admit.__struct_fields__}
-    service.requests.admit(front.name, type(admit)(**fields | {"model": "gpt"}))
+    service.ask(front, model="gpt")
+    read_all(service)
     (refused,) = answers(front)
     assert isinstance(refused, Refused)
     assert (refused.status, refused.message) == (404, "there is no model 'gpt'; available models: m")
@@ -302,8 +299,7 @@ def test_an_overload_drops_waiting_background_requests_a_few_at_a_time() -> None
     service = SimulatedService(queue_limit=10_000)
     front = service.new_front()
     for _ in range(MAX_DROPPED + 1):
-        service.ask(front)
-        front.to_core[-1] = msgspec.structs.replace(front.to_core[-1], asked_class="P3")
+        service.ask(front, asked_class="P3")
     read_all(service)
     service.requests.state.models["m"].shedder.step = DROP_BACKGROUND
     service.requests.expire()

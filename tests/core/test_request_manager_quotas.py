@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from appliance.channel.core_messages import Admitted, Refused
@@ -41,14 +40,6 @@ def usage(service: SimulatedService, scope: str = "tenant", name: str = "t") -> 
 
 def used(service: SimulatedService) -> tuple[int, int]:
     return usage(service).used, usage(service).held
-
-
-def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> str:
-    """Send a request whose `Admit` message has the given fields changed."""
-    request_id = service.ask(front)
-    front.asks[request_id].admit = msgspec.structs.replace(front.to_core.pop(), **changes)
-    front.to_core.append(front.asks[request_id].admit)
-    return request_id
 
 
 def test_the_maximum_usage_of_a_request_is_reserved_before_it_waits(service: SimulatedService) -> None:
@@ -168,7 +159,7 @@ def test_a_refused_resubmission_is_billed_the_tokens_that_its_client_received(
 def test_without_max_tokens_the_output_is_limited_to_the_remaining_quota(service: SimulatedService) -> None:
     front = service.new_front()
     service.new_replica()
-    ask_with(service, front, max_tokens=1000, may_lower=True, num_seqs=2)
+    service.ask(front, max_tokens=1000, may_lower=True, num_seqs=2)
     read_all(service)
     (turn,) = answers(front)
     assert isinstance(turn, Admitted)
@@ -181,7 +172,7 @@ def test_the_limits_of_a_key_and_of_its_tenant_both_apply(service: SimulatedServ
     front = service.new_front()
     service.new_replica()
     for key_id in ("k", "k", ""):
-        ask_with(service, front, identity=Identity(tenant="t", key_id=key_id))
+        service.ask(front, identity=Identity(tenant="t", key_id=key_id))
     read_all(service)
     first, second, third = sorted(answers(front), key=lambda answer: answer.request_id)
     assert isinstance(first, Admitted) and isinstance(third, Admitted)
@@ -259,9 +250,9 @@ def test_the_concurrency_limit_of_a_key_covers_all_models(service: SimulatedServ
     front = service.new_front()
     service.new_replica()
     identity = Identity(tenant="t", key_id="k")
-    ask_with(service, front, identity=identity)
+    service.ask(front, identity=identity)
     read_all(service)
-    ask_with(service, front, identity=identity, model="other")
+    service.ask(front, identity=identity, model="other")
     read_all(service)
     assert running(front) == ["r0"]
     (usage,) = service.requests.state.usage("key", "k")
@@ -281,7 +272,7 @@ def test_rotating_a_key_does_not_double_its_limits(service: SimulatedService) ->
     front = service.new_front()
     service.new_replica()
     for key_id in ("old", "new"):
-        ask_with(service, front, identity=Identity(tenant="t", key_id=key_id))
+        service.ask(front, identity=Identity(tenant="t", key_id=key_id))
     read_all(service)
     assert running(front) == ["r0"]
     assert [one.used for one in service.requests.state.usage("key", "old")] == [2, 1]
@@ -304,10 +295,10 @@ def test_running_requests_of_a_rotated_key_count_for_the_new_key(
     front = service.new_front()
     service.new_replica()
     for _ in range(2):
-        ask_with(service, front, identity=Identity(tenant="t", key_id="old"))
+        service.ask(front, identity=Identity(tenant="t", key_id="old"))
     read_all(service)
     service.requests.set_policies(Policies([tenant], [key("old", "new"), key("new")]))
-    ask_with(service, front, identity=Identity(tenant="t", key_id="new"))
+    service.ask(front, identity=Identity(tenant="t", key_id="new"))
     read_all(service)
     assert running(front) == ["r0"]
     assert [one.used for one in service.requests.state.usage("key", "new")] == [1]

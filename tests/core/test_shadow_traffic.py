@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from appliance.channel.core_messages import Admitted, Refused
-from appliance.channel.front_messages import Admit, Settle, ShadowDone, ShadowMeasure
+from appliance.channel.front_messages import Admit, ShadowDone, ShadowMeasure
 from appliance.channel.identity import SHADOW_IDENTITY, Identity
 from appliance.traffic.shadows import ShadowResults
 from tests.core.simulated_service import SLOTS, FakeFront, FakeReplica, SimulatedService
-from tests.core.test_request_manager import finished, report
+from tests.core.test_request_manager import finished, report, settle
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def started(service: SimulatedService) -> tuple[FakeFront, FakeReplica]:
 
 def copied(service: SimulatedService, front: FakeFront) -> Admit:
     """Return the first attempt of a copy. The identity in the copy must have no effect."""
-    service.ask(front)
-    sent: Admit = front.to_core.pop()
     identity = Identity(tenant="t", highest_class=0, default_class=0)
-    return msgspec.structs.replace(sent, unit="m", shadow_of="t", asked_class="P0", identity=identity)
+    service.ask(front, unit="m", shadow_of="t", asked_class="P0", identity=identity)
+    sent: Admit = front.to_core.pop()
+    return sent
 
 
 def test_a_copy_runs_in_the_lowest_class_and_is_neither_logged_nor_billed(service: SimulatedService) -> None:
@@ -42,15 +42,7 @@ def test_a_copy_runs_in_the_lowest_class_and_is_neither_logged_nor_billed(servic
     assert request.request_class == 3 and request.tenant == SHADOW_IDENTITY.tenant
     assert request.reservation is None
     service.requests.report(replica.account, report(finished(copy.request_id, 5), slots=SLOTS + 1))
-    settle = Settle(
-        request_id=copy.request_id,
-        submitted=True,
-        status=200,
-        finish_reason="stop",
-        delivered_tokens=0,
-        e2e_ms=1.0,
-    )
-    service.requests.settle(front.name, settle)
+    service.requests.settle(front.name, settle(copy.request_id))
     assert not service.requests.state.in_flight and not service.rows.opened and not service.rows.ended
     assert service.requests.state.tenant_stats("t").service == 0
 
@@ -81,9 +73,8 @@ def test_a_copy_is_dropped_if_it_cannot_start_at_once(service: SimulatedService,
 def test_a_copy_is_dropped_while_a_request_of_another_model_waits(service: SimulatedService) -> None:
     front, _ = started(service)
     service.requests.add_model("busy", "v2")
-    service.ask(front)
-    waiting = front.to_core.pop()
-    service.requests.admit(front.name, msgspec.structs.replace(waiting, model="busy", unit="busy"))
+    service.ask(front, model="busy", unit="busy")
+    service.core_reads_front(front)
     assert service.requests.state.waiting == 1 and not front.from_core
     service.requests.admit(front.name, copied(service, front))
     [refused] = front.from_core
