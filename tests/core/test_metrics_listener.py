@@ -12,7 +12,6 @@ import pytest
 
 from appliance.actions.parameters import CreateTenant, DeleteTenant, ReloadConfig
 from appliance.client import AdminError
-from appliance.monitoring.metrics.server import SHARED_S, SharedScrape
 from appliance.settings import Flags, SettingsError, load_settings
 from tests.core.conftest import Service, read_answer
 from tests.ports import free_port
@@ -77,15 +76,6 @@ def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the
     read_answer(service.connect("m 3"))
     wait_until(lambda: 'appliance_tenant_requests_total{tenant="_other",outcome="ok"} 1' in scrape(port))
     assert 'tenant="t"' not in scrape(port)
-
-
-def test_concurrent_requests_share_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, scrapes = [100.0], iter([b"first", b"second"])
-    monkeypatch.setattr("appliance.monitoring.metrics.server.time.monotonic", lambda: now[0])
-    shared = SharedScrape(lambda: next(scrapes))
-    assert [shared(), shared()] == [b"first", b"first"]
-    now[0] += 2 * SHARED_S
-    assert shared() == b"second"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9464", "[::]:9464", "192.0.2.1:9464"])

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from appliance.monitoring.metrics.scrape import SHARED_S
 from store.policies import TenantRecord
 from tests.monitoring.parts import Parts
 from tests.monitoring.test_metrics import row, values
@@ -60,5 +61,5 @@ def test_the_text_is_cached_for_a_moment_and_shared_by_concurrent_scrapes(
     first = parts.scrape()
     parts.counted.end(row(tenant="local"))
     assert parts.scrape() is first
-    now += 0.06
+    now += 1.1 * SHARED_S
     assert values(parts.scrape(), "appliance_tenant_requests_total") == {("local", "ok"): 1}

@@ -27,7 +27,9 @@ from store.control import ControlStore
 from store.policies import Policies
 from store.writer import Writer
 
-_KEPT_S = 0.05
+SHARED_S = 0.1
+"""Requests that arrive within this many seconds after a scrape get its result. Gateways treat metrics older
+than 0.2 s as stale."""
 
 
 class Scraper:
@@ -64,10 +66,9 @@ class Scraper:
         self._text, self._made_at = b"", -math.inf
 
     def __call__(self) -> bytes:
-        """Return all metrics in Prometheus' text format. To limit the cost of frequent scrapes, the result is
-        reused for up to 50 ms."""
+        """Return all metrics in Prometheus' text format: those of a scrape at most `SHARED_S` seconds ago."""
         now = time.monotonic()
-        if now >= self._made_at + _KEPT_S:
+        if now >= self._made_at + SHARED_S:
             self._text, self._made_at = self.make(), now
         return self._text
 

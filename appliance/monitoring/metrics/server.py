@@ -1,14 +1,13 @@
 """Serves the metrics on a separate TCP address, without a key, to every client that can connect. The listener
 runs inside the core, and its clients must not slow the core down. It therefore accepts only a few
 connections, with short time limits, and closes the oldest one to accept a new one. Each connection handles
-one request at a time, and requests that arrive at about the same time share one scrape.
+one request at a time, and requests that arrive at about the same time share one scrape (`SHARED_S`).
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-import time
 from collections.abc import Callable
 
 from starlette.applications import Starlette
@@ -27,25 +26,7 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _LIMITS = Limits(max_body_bytes=1024, max_unauthenticated_connections=16)
-SHARED_S = 0.1
-"""Requests that arrive within this many seconds after a scrape get its result. Gateways treat metrics older
-than 0.2 s as stale."""
 _STOP_S = 1.0
-
-
-class SharedScrape:
-    """Runs at most one scrape every `SHARED_S` seconds."""
-
-    def __init__(self, scrape: Callable[[], bytes]) -> None:
-        self._scrape = scrape
-        self._taken_at = -SHARED_S
-        self._taken = b""
-
-    def __call__(self) -> bytes:
-        now = time.monotonic()
-        if now - self._taken_at >= SHARED_S:
-            self._taken, self._taken_at = self._scrape(), now
-        return self._taken
 
 
 def metrics_app(scrape: Callable[[], bytes]) -> Starlette:
@@ -64,7 +45,7 @@ class MetricsServer:
     """Listens on the address in `metrics.listen`, if one is set."""
 
     def __init__(self, scrape: Callable[[], bytes]) -> None:
-        self._app = metrics_app(SharedScrape(scrape))
+        self._app = metrics_app(scrape)
         self._server: HttpServer | None = None
         self._address = ""
         self._background = Background()
