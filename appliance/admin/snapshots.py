@@ -202,15 +202,15 @@ class SnapshotReader:
     def _tenants(self, sample: CounterSample) -> list[TenantUse]:
         parts, traffic = self._parts, self._parts.status.traffic
         policies = parts.policies()
-        stats = {name: traffic.tenant_stats(name) for name in policies.tenants}
-        busy_names = {name for name, stat in stats.items() if stat.running or stat.waiting}
+        known = {name: traffic.tenants.of(name) for name in policies.tenants}
+        busy_names = {name for name, one in known.items() if not one.use.idle}
         chosen = [policies.tenants[name] for name in parts.choice.choose(list(policies.tenants), busy_names)]
         usage = {one.name: traffic.usage("tenant", one.name) for one in chosen}
         now = time.monotonic()
         parts.burn_rates.record(now, usage)
         keys = self._valid_keys(policies)
         peers = Counter(peer.tenant for peer in policies.peers.values())
-        busy = sum(one.weight for one in stats.values() if one.running or one.waiting)
+        busy = sum(one.weight for name, one in known.items() if name in busy_names)
         then = parts.sampler.before(sample, 10.0)
         span_s = 0.0 if then is None else sample.at - then.at
         service = {
@@ -220,9 +220,8 @@ class SnapshotReader:
         whole = sum(service.values())
 
         def use(tenant: TenantRecord) -> TenantUse:
-            name, stat = tenant.name, stats[tenant.name]
+            name, one = tenant.name, known[tenant.name]
             counts = parts.ended.tenants.get(name) or TenantCounts()
-            active = bool(stat.running or stat.waiting)
             tokens = sample.tokens.get(name, 0) - (0 if then is None else then.tokens.get(name, 0))
             return TenantUse(
                 name=name,
@@ -231,12 +230,12 @@ class SnapshotReader:
                 highest_class=tenant.highest_class,
                 keys=keys[name],
                 peers=peers[name],
-                running=stat.running,
-                waiting=stat.waiting,
+                running=one.use.running,
+                waiting=one.use.queued,
                 tokens_per_s=tokens / span_s if span_s else None,
-                service_tokens=stat.service,
+                service_tokens=one.service,
                 share=service.get(name, 0.0) / whole if whole > 0 and span_s else None,
-                fair_share=stat.weight / busy if active and busy else None,
+                fair_share=one.weight / busy if name in busy_names else None,
                 requests=counts.requests,
                 refused=counts.refused,
                 prompt_tokens=counts.prompt_tokens,

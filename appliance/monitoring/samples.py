@@ -81,7 +81,7 @@ class CounterSampler:
         return CounterSample(
             time.monotonic(),
             totals,
-            {name: traffic.tenant_stats(name).service for name in ended.tenants},
+            {name: traffic.tenants.of(name).service for name in ended.tenants},
             {name: one.prompt_tokens + one.billed_tokens for name, one in ended.tenants.items()},
             {name: (report.prompt_tokens, report.cached_tokens) for name, (_, report) in self._last.items()},
         )

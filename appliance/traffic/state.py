@@ -15,7 +15,7 @@ from appliance.traffic.quotas import Quotas
 from appliance.traffic.recent import RecentRequests
 from appliance.traffic.remaining import Remaining
 from appliance.traffic.request import Request
-from appliance.traffic.stats import ModelStats, TenantStats
+from appliance.traffic.stats import ModelStats
 from appliance.traffic.tenants import Tenants
 from store.policies import QuotaScope
 
@@ -106,10 +106,6 @@ class TrafficState:
             overload_step=step,
             classes=stats.classes(models, now),
         )
-
-    def tenant_stats(self, name: str) -> TenantStats:
-        """Return the statistics for one tenant."""
-        return stats.tenant(self.tenants.of(name))
 
     def model_stats(self) -> list[ModelStats]:
         """Return the statistics for each model."""

@@ -9,7 +9,7 @@ from appliance.channel.classes import CLASS_NAMES
 from appliance.protocol import LimitUsage
 from appliance.protocol.status import ClassStatus
 from appliance.traffic.model import ModelTraffic
-from appliance.traffic.tenants import Tenants, TenantTraffic
+from appliance.traffic.tenants import Tenants
 from store.policies import CLASSES, QuotaScope
 
 
@@ -25,18 +25,6 @@ class ModelStats(NamedTuple):
     running: int
     overload_step: int
     """The current load-shedding step; 0 if there is no overload."""
-
-
-class TenantStats(NamedTuple):
-    """Statistics for one tenant."""
-
-    name: str
-    weight: float
-    waiting: int
-    waiting_tokens: int
-    running: int
-    service: float
-    """Number of tokens served in requests that have finished since startup, weighted by cost."""
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
@@ -81,12 +69,6 @@ def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
             )
         )
     return statuses
-
-
-def tenant(one: TenantTraffic) -> TenantStats:
-    """Return the statistics for a tenant."""
-    use = one.use
-    return TenantStats(one.name, one.weight, use.queued, use.queued_tokens, use.running, one.service)
 
 
 def usage(tenants: Tenants, scope: QuotaScope, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:

@@ -44,7 +44,7 @@ def test_a_copy_runs_in_the_lowest_class_and_is_neither_logged_nor_billed(servic
     service.requests.report(replica.account, report(finished(copy.request_id, 5), slots=SLOTS + 1))
     service.requests.settle(front.name, settle(copy.request_id))
     assert not service.requests.state.in_flight and not service.rows.opened and not service.rows.ended
-    assert service.requests.state.tenant_stats("t").service == 0
+    assert service.requests.state.tenants.of("t").service == 0
 
 
 @pytest.mark.parametrize("load", ["no replica", "no slot", "waiting", "paused", "failed", "gone"])

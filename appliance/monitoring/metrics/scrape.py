@@ -127,7 +127,7 @@ class Scraper:
     def _read_tenants(self) -> None:
         families, traffic = self._families, self._traffic
         for name in self._tenants:
-            families.tenants.set(traffic.tenant_stats(name), name)
+            families.tenants.set(traffic.tenants.of(name), name)
             for bucket in traffic.quotas.buckets(name):
                 families.limits.set(bucket, name, bucket.limit)
 

@@ -22,7 +22,8 @@ from appliance.monitoring.metrics.metric import Group
 from appliance.protocol.status import FrontStatus
 from appliance.traffic.buckets import Bucket
 from appliance.traffic.shadows import ShadowSums
-from appliance.traffic.stats import ModelStats, TenantStats
+from appliance.traffic.stats import ModelStats
+from appliance.traffic.tenants import TenantTraffic
 from store.requests import RequestRow
 from store.structs import WriterState
 from store.trail import TrailState
@@ -42,7 +43,7 @@ class Families:
         self.models: Group[ModelStats] = Group(("model",), *MODELS)
         self.residency: Group[Residency] = Group(("model",), *RESIDENCY)
         self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
-        self.tenants: Group[TenantStats] = Group(("tenant",), *TENANTS)
+        self.tenants: Group[TenantTraffic] = Group(("tenant",), *TENANTS)
         self.limits: Group[Bucket] = Group(("tenant", "limit"), *LIMITS)
         self.replicas: Group[ReplicaSource] = Group(("model", "replica"), *REPLICAS)
         self.fronts: Group[FrontStatus] = Group(("front",), *FRONTS)

@@ -30,10 +30,10 @@ TENANTS = (
            lambda t: t.service),
     Metric("gauge", "appliance_tenant_queue_requests", "requests",
            "A tenant's queued requests.",
-           lambda t: t.waiting),
+           lambda t: t.use.queued),
     Metric("gauge", "appliance_tenant_running_requests", "requests",
            "A tenant's running requests.",
-           lambda t: t.running),
+           lambda t: t.use.running),
 )
 LIMITS = (
     Metric("gauge", "appliance_tenant_limit", "",
