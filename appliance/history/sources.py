@@ -94,31 +94,24 @@ class ServicePast:
         self._key = key
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the service state at a given time."""
         return self._call(calls.past_snapshot(query))
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
-        """Return measurements over time."""
         return self._call(calls.telemetry(query))
 
     def stored(self, query: StoredQuery) -> StoredPage:
-        """Return a page of samples as they are stored."""
         return self._call(calls.stored_telemetry(query))
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
-        """Return alerts, newest first."""
         return self._call(calls.alert_log(query))
 
     def request_log(self, query: RequestLogQuery) -> RequestPage:
-        """Return a page of the request log, newest requests first."""
         return self._call(calls.request_log(query))
 
     def audit(self, query: AuditQuery) -> AuditPage:
-        """Return a page of operators' actions, newest first."""
         return self._call(calls.audit(query))
 
     def log_lines(self, query: LogQuery) -> LogPage:
-        """Return the most recent matching log lines, in chronological order."""
         return self._call(calls.log_lines(query))
 
     def close(self) -> None:
@@ -153,22 +146,18 @@ class FilePast:
         self._requests = RequestReader(readable)
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the service state at a given time."""
         with _explained():
             return self._past.snapshot(query)
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
-        """Return measurements over time."""
         with _explained():
             return self._past.columns(query)
 
     def stored(self, query: StoredQuery) -> StoredPage:
-        """Return a page of samples as they are stored."""
         with _explained():
             return self._past.stored(query)
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
-        """Return alerts, newest first."""
         with _explained():
             return self._past.alert_log(query)
 
@@ -188,7 +177,6 @@ class FilePast:
         )
 
     def audit(self, query: AuditQuery) -> AuditPage:
-        """Return a page of operators' actions, newest first."""
         self._check_contains(ACTIONS)
         with _explained():
             rows = self._actions(query)
@@ -196,7 +184,6 @@ class FilePast:
         return AuditPage(rows=shown, next=shown[-1].seq if len(rows) > query.limit else None, sequence=0)
 
     def log_lines(self, query: LogQuery) -> LogPage:
-        """Return the most recent matching log lines, in chronological order."""
         if self.facts is None:
             raise PastError(
                 "history.db contains no log lines: read the journal, or open an incident file written by "
