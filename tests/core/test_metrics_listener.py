@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,11 +13,15 @@ import pytest
 from appliance.actions.parameters import CreateTenant, DeleteTenant, ReloadConfig
 from appliance.client import AdminError
 from appliance.settings import Flags, SettingsError, load_settings
-from tests.core.conftest import Service, read_answer
+from tests.core.conftest import Service, read_answer, running_core
 from tests.ports import free_port
 from tests.waiting import wait_until
 
-Make = Callable[..., Service]
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running_core(tmp_path_factory.mktemp("core")) as service:
+        yield service
 
 
 def scrape(port: int) -> str:
@@ -39,10 +43,9 @@ def addresses(service: Service) -> list[str]:
 
 @pytest.mark.system
 def test_a_reload_opens_moves_and_closes_the_address_and_one_in_use_changes_nothing(
-    make_service: Make,
+    running: Service,
 ) -> None:
-    service, (first, second, taken) = make_service(), [free_port() for _ in range(3)]
-    service.start_and_wait()
+    service, (first, second, taken) = running, [free_port() for _ in range(3)]
     assert addresses(service) == []
     listen_on(service, f"127.0.0.1:{first}")
     wait_until(lambda: "appliance_ready 1" in scrape(first))
@@ -63,10 +66,9 @@ def test_a_reload_opens_moves_and_closes_the_address_and_one_in_use_changes_noth
 
 @pytest.mark.system
 def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the_others(
-    make_service: Make,
+    running: Service,
 ) -> None:
-    port = free_port()
-    service = make_service().start_and_wait()
+    service, port = running, free_port()
     listen_on(service, f"127.0.0.1:{port}")
     service.admin.act(CreateTenant(name="t"))  # the tenant of the fake front's requests
     read_answer(service.connect("m 3"))
@@ -76,6 +78,7 @@ def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the
     read_answer(service.connect("m 3"))
     wait_until(lambda: 'appliance_tenant_requests_total{tenant="_other",outcome="ok"} 1' in scrape(port))
     assert 'tenant="t"' not in scrape(port)
+    listen_on(service, "")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9464", "[::]:9464", "192.0.2.1:9464"])

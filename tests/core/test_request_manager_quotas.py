@@ -3,8 +3,6 @@ exactly once."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from appliance.channel.core_messages import Admitted, Refused
@@ -12,16 +10,15 @@ from appliance.channel.identity import Identity
 from appliance.protocol import LimitUsage
 from appliance.traffic.credits import CreditAccount
 from engine.rank_messages import Report
-from store.policies import KeyRecord, Policies, Quota, TenantRecord
+from store.policies import Policies, Quota, TenantRecord
 from tests.core.simulated_service import SLOTS, TOKENS, FakeFront, SimulatedService
+from tests.core.test_quotas import key
 from tests.core.test_request_manager import answers, read_all, report
 
 
-def limited(service: SimulatedService, key: Quota = Quota(), **tenant: float) -> None:  # noqa: B008
-    keys = [KeyRecord(id="k", name="k", tenant="t", prefix="", sha256="", created_at=0.0, quota=key)]
-    service.requests.set_policies(
-        Policies([TenantRecord(name="t", created_at=0.0, quota=Quota(**tenant))], keys)  # type: ignore[arg-type]
-    )
+def limited(service: SimulatedService, of_key: Quota = Quota(), **tenant: float) -> None:  # noqa: B008
+    record = TenantRecord(name="t", created_at=0.0, quota=Quota(**tenant))  # type: ignore[arg-type]
+    service.requests.set_policies(Policies([record], [key("k", "t", quota=of_key)]))
 
 
 @pytest.fixture
@@ -263,11 +260,8 @@ def test_the_concurrency_limit_of_a_key_covers_all_models(service: SimulatedServ
 
 
 def test_rotating_a_key_does_not_double_its_limits(service: SimulatedService) -> None:
-    def key(key_id: str, **fields: Any) -> KeyRecord:
-        return KeyRecord(id=key_id, name="k", tenant="t", prefix="", sha256=key_id, created_at=0.0, **fields)
-
     quota = Quota(concurrent_requests=1, requests_per_minute=60.0)
-    keys = [key("old", quota=quota, replaced_by="new"), key("new", quota=quota)]
+    keys = [key("old", "t", quota=quota, replaced_by="new"), key("new", "t", quota=quota)]
     service.requests.set_policies(Policies([TenantRecord(name="t", created_at=0.0)], keys))
     front = service.new_front()
     service.new_replica()
@@ -283,21 +277,15 @@ def test_rotating_a_key_does_not_double_its_limits(service: SimulatedService) ->
 def test_running_requests_of_a_rotated_key_count_for_the_new_key(
     service: SimulatedService,
 ) -> None:
-    def key(key_id: str, successor: str | None = None) -> KeyRecord:
-        quota = Quota(concurrent_requests=1)
-        return KeyRecord(
-            id=key_id, name="k", tenant="t", prefix="", sha256=key_id, created_at=0.0, quota=quota,
-            replaced_by=successor,
-        )  # fmt: skip
-
-    tenant = TenantRecord(name="t", created_at=0.0)
-    service.requests.set_policies(Policies([tenant], [key("old")]))
+    tenant, quota = TenantRecord(name="t", created_at=0.0), Quota(concurrent_requests=1)
+    service.requests.set_policies(Policies([tenant], [key("old", "t", quota=quota)]))
     front = service.new_front()
     service.new_replica()
     for _ in range(2):
         service.ask(front, identity=Identity(tenant="t", key_id="old"))
     read_all(service)
-    service.requests.set_policies(Policies([tenant], [key("old", "new"), key("new")]))
+    keys = [key("old", "t", quota=quota, replaced_by="new"), key("new", "t", quota=quota)]
+    service.requests.set_policies(Policies([tenant], keys))
     service.ask(front, identity=Identity(tenant="t", key_id="new"))
     read_all(service)
     assert running(front) == ["r0"]
