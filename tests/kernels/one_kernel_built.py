@@ -1,7 +1,11 @@
-"""Compiles one kernel for a GPU that need not be present. Runs in a separate process, like
+"""Compiles one kernel twice for a GPU that need not be present. Each time, prints the kernel's name, the
+number of failures and the binaries in Triton's cache with their times. Runs in a separate process, like
 `launches_of_serving`."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import torch
 
@@ -17,6 +21,9 @@ def launch() -> None:
 
 
 if __name__ == "__main__":
-    jobs = compiling.record(GPU.target, launch)
-    failures = compiling.compile_jobs(GPU.target, jobs, 1)
-    print(*(job.name.split(".")[-1] for job in jobs), "compiled", len(failures) or "no", "failures")
+    for _ in range(2):
+        (job,) = compiling.record(GPU.target, launch)
+        failures = compiling.compile_jobs(GPU.target, [job], 1)
+        files = sorted(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin"))
+        times = [f"{file.name} written at {file.stat().st_mtime_ns}" for file in files]
+        print(job.name.split(".")[-1], len(failures), "failures", *times)

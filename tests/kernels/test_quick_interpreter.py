@@ -9,8 +9,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from kernels.triton.attention_decode import DecodeConfig
 from tests import quick_interpreter
-from tests.kernels import exercise
+from tests.kernels import decode_cases, exercise
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU, not interpreted")
 
@@ -53,9 +54,10 @@ def results_of_kernels() -> list[torch.Tensor]:
     results: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exercise, "_finite", lambda *of_one: results.extend(of_one))
-        for group in ("decode", "fuse", "place", "embed"):
+        for group in ("fuse", "place", "embed"):
             exercise.GROUPS[group]()
-    return results
+    new_tokens = decode_cases.new(decode_cases.make([1, 65, 0, 130], window=100), norm=True)
+    return [*results, new_tokens.run(config=DecodeConfig(items=6, stages=3))]
 
 
 @pytest.mark.parametrize("run", [results_of_operations, results_of_kernels])

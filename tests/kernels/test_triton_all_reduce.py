@@ -56,10 +56,8 @@ def test_all_ranks_get_the_sum_in_rank_order_in_any_order_of_delivery(world: int
     check(PeerMachine(world, 3, 7, seed), calls_of(seed, world, 8))
 
 
-def test_a_region_is_used_again_thousands_of_times() -> None:
-    machine = PeerMachine(2, 1, 1, seed=1)
-    for round in range(6):
-        check(machine, calls_of(round, 2, 250, most_rows=1))
+def test_a_region_is_used_again_many_times() -> None:
+    check(PeerMachine(2, 1, 1, seed=1), calls_of(1, 2, 300, most_rows=1))
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from tests.kernels.closeness import check_as_torch, error, worst_error
 from tests.kernels.defects import ROOT, Defect
 from tests.kernels.test_compiling import compiled
 
+quantise = pytest.importorskip("tests.kernels.decode_cases", exc_type=ImportError).quantise
+
 cases = pytest.importorskip("tests.kernels.test_triton_attention_prefill", exc_type=ImportError)
 CudaOps = pytest.importorskip("kernels.cuda", exc_type=ImportError).CudaOps
 GpuModel = pytest.importorskip("kernels.compiling", exc_type=ImportError).GpuModel
@@ -46,7 +48,8 @@ CHUNKS = {
     "many of one token": [(300 + 7 * i, 1) for i in range(40)],
     "more than there are multiprocessors": [(50 * i, 70 + i) for i in range(60)],
 }
-SMALL = [*cases.CHUNKS, "across blocks of keys", "two blocks of keys"]
+SMALL = ["one token", "a page", "a cached prefix", "several chunks"]
+SMALL += ["across blocks of keys", "two blocks of keys"]
 GROUPS = [(8, 8), (16, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
 """Numbers of heads and of KV heads to test in addition to (32, 8)."""
 BF16, F16 = torch.bfloat16, torch.float16
@@ -235,7 +238,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("chunks", "heads", "kv_heads", "dtype", "stages"),
     [(chunks, 4, 2, "bfloat16", 2) for chunks in SMALL]
-    + [("a cached prefix", heads, 1, "bfloat16", 2) for heads in (1, 4, 8, 16, 64)]
+    + [("a cached prefix", heads, 1, "bfloat16", 2) for heads in (1, 16, 64)]
     + [("several chunks", 2, 1, "float16", 2), ("across blocks of keys", 2, 1, "bfloat16", 3)],
 )
 def test_the_error_is_at_most_twice_that_of_torch_in_the_interpreter(
@@ -251,7 +254,7 @@ def test_the_error_is_at_most_twice_that_of_torch_in_the_interpreter(
 @cases.needs_cpu
 def test_the_order_of_partitions_changes_no_bit(interpreted: Callable[..., None]) -> None:
     case, results = make("several chunks", 2, 1), []
-    for seed in range(4):
+    for seed in range(3):
         interpreted(seed)
         results.append(paged(case, pdl=seed % 2 == 0))
     assert all(torch.equal(each, results[0]) for each in results)
@@ -356,16 +359,13 @@ ORDERS = {
 
 
 @cases.needs_cpu
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_wrong_order_is_detected(
-    order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
-) -> None:
-    """Each defect is detected whatever the order in which the partitions run. On a GPU, a defect might remain
-    unnoticed for years."""
+def test_a_wrong_order_is_detected(order: str, tmp_path: Path, interpreted: Callable[..., None]) -> None:
+    """On a GPU, a defect might remain unnoticed for years. `test_gluon_interpreter` checks that such faults
+    are found whatever the order in which the partitions run."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")
-    interpreted(seed, kernel=_seeded(defect, tmp_path)._prefill_hopper)
+    interpreted(0, kernel=_seeded(defect, tmp_path)._prefill_hopper)
     with pytest.raises(gluon.Fault, match=fault):
         paged(make("across blocks of keys", 2, 1))
 
@@ -476,7 +476,7 @@ def _attend(ops: Any, fp8: bool) -> tuple[torch.Tensor, KvPool]:
     pools = [draw(5 * columns, kv_heads, PAGE_TOKENS, 128).to(BF16) for _ in range(2)]
     pool = KvPool(*pools)
     if fp8:
-        (keys, k_scales), (values, v_scales) = (cases._quantise(one) for one in pools)
+        (keys, k_scales), (values, v_scales) = (quantise(one) for one in pools)
         pool = KvPool(keys, values, k_scales, v_scales)
     chunks = [ChunkSpan(3, 2200, 0, 3), ChunkSpan(2203, 70, 300, 4)]
     lens = torch.tensor([5, 64, 700], device="cuda")

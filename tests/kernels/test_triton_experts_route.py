@@ -29,7 +29,7 @@ CASES = [
     (3, 130, 8, 40),
     (18, 13, 13, 64),
     (2, 4, 1, 100),
-    (35, 7, 3, 200),
+    (19, 7, 3, 200),
 ]
 
 
@@ -129,10 +129,10 @@ def test_a_token_that_is_not_finite_has_distinct_experts_and_spoils_no_other(way
 
 
 @pytest.mark.parametrize("way", ["few", "many"])
-@pytest.mark.parametrize("tokens", [1, 9, 200])
+@pytest.mark.parametrize("tokens", [1, 9])
 def test_the_choices_of_tokens_that_are_not_padding_are_counted(tokens: int, way: str) -> None:
-    """The kernels add the counts to the totals. With 200 tokens, `route_many` has several blocks of tokens,
-    of which the last is incomplete."""
+    """The kernels add the counts to the totals. With 9 tokens, `route_many` has several blocks of tokens, of
+    which the last is incomplete."""
     case = Case(tokens, 13, 3, 32, torch.float32)
     case.live[:1] = 0
     count = ChoiceCount(torch.arange(13, device=DEVICE) * 10, case.live)

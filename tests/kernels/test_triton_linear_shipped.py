@@ -40,9 +40,9 @@ def check(made: Product) -> None:
         inputs["residual"] = case.out.copy_(case.residual)
     found, *left = made.run(**inputs, out=case.out, deferred_norm=deferred_norm)
     if isinstance(case, products.Fp8Case):
-        products._check_fp8(case, found)
+        products.check_fp8(case, found)
     else:
-        products._check(case, found)
+        products.check(case, found)
     if left:
         products.check_deferred_norm(deferred_norm, found, made.gain, made.plan)
     assert all(part.eq(products.POISON).all() for part in behind)

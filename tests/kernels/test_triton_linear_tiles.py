@@ -96,7 +96,7 @@ def test_a_gemm_is_as_accurate_as_the_reference(shape: tuple, dtype: torch.dtype
     for rows in ROWS:
         case = products.Case(rows, *shape[:3], dtype)
         plan = plan_for(shape, rows, dtype)
-        products._check(case, linear.linear(case.x, case.weight, **case.options(), plan=plan))
+        products.check(case, linear.linear(case.x, case.weight, **case.options(), plan=plan))
 
 
 @on_hopper
@@ -106,11 +106,11 @@ def test_an_fp8_gemm_is_as_accurate_as_the_reference(shape: tuple) -> None:
     for rows in ROWS:
         case = products.Fp8Case(rows, *shape[:3], BF16, FP8)
         weight, plan = (case.quantised, case.weight_scale), plan_for(shape, rows, FP8)
-        products._check_fp8(case, linear.linear_fp8(case.x, *weight, **case.options(), plan=plan))
+        products.check_fp8(case, linear.linear_fp8(case.x, *weight, **case.options(), plan=plan))
         values, scales = linear.quantise(case.normed().contiguous())
         options = {**case.options(), "norm_weight": None}
         found = linear.linear_fp8(values, *weight, x_scale=scales, **options, plan=plan)
-        products._check_fp8(case, found, (values, scales))
+        products.check_fp8(case, found, (values, scales))
 
 
 @on_hopper
