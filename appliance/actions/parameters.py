@@ -21,11 +21,11 @@ Weight = Annotated[float, Meta(gt=0, le=1e6)]
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
-# Keys of `Meta.extra`. They describe the parameter on the command line. Generated commands use "metavar", the
-# placeholder for the parameter's value in help, and "short", its short option. The console uses the others to
-# write the equivalent command: "option" is the parameter's option if it is not named after the parameter, and
-# "none_option" the option that stands for null. "after" marks a parameter that is an argument after the
-# target, not an option; its value is the text between the two.
+# Keys of `Meta.extra`. They describe the parameter on the command line. "metavar" is the placeholder for the
+# parameter's value in help, and "short" its short option. "option" is the parameter's option if it is not
+# named after the parameter. "none_option" is the option that stands for null, and "none_help" its help.
+# "after" marks a parameter that is an argument after the target, not an option; its value is the text between
+# the two.
 NAME = {"metavar": "NAME"}
 ID = {"metavar": "ID"}
 VERSION = {"metavar": "NAME[@VERSION]"}
@@ -405,12 +405,18 @@ class SetAlias(_Parameters):
     """Set an additional name for a model or for one of its versions. After the response, the new target
     answers all new requests for the alias."""
 
-    name: Annotated[str, Meta(description="The alias.")]
+    name: Annotated[str, Meta(description="The alias.", extra={"metavar": "ALIAS"})]
     target: Annotated[
         str | None,
         Meta(
             description="A model's name, or NAME@VERSION. Null deletes the alias.",
-            extra={"option": "--to", "none_option": "--delete", "after": " "},
+            extra={
+                **VERSION,
+                "option": "--to",
+                "none_option": "--delete",
+                "none_help": "Delete the alias.",
+                "after": " ",
+            },
         ),
     ]
 
@@ -420,13 +426,18 @@ class SplitModel(_Parameters):
     and `user` go to the same target as long as the weights do not change. After the response, the new weights
     apply to all new requests."""
 
-    name: Annotated[str, Meta(description="A model in the registry, or an alias.")]
+    name: Annotated[str, Meta(description="A model in the registry, or an alias.", extra=NAME)]
     weights: Annotated[
         Annotated[dict[str, Weight], Meta(min_length=1, max_length=MAX_ARMS)] | None,
         Meta(
             description="Each target's weight. A target is a version number such as 1, a model name, or "
             "NAME@VERSION. Null ends the split.",
-            extra={"none_option": "--clear", "after": " "},
+            extra={
+                "metavar": "TARGET=WEIGHT...",
+                "none_option": "--clear",
+                "none_help": "End the split: all requests go to the default version again.",
+                "after": " ",
+            },
         ),
     ]
 
@@ -436,22 +447,30 @@ class ShadowModel(_Parameters):
     latency. A copy runs after its original, in the lowest priority class, and only when no other request is
     waiting. The answers to copies are discarded and not billed."""
 
-    name: Annotated[str, Meta(description="The model name whose requests are copied.")]
+    name: Annotated[str, Meta(description="The model name whose requests are copied.", extra=NAME)]
     target: Annotated[
         str | None,
         Meta(
             description="A version number such as 2, a model name, or NAME@VERSION. Null ends the shadow.",
-            extra={"option": "--to", "none_option": "--clear"},
+            extra={
+                "metavar": "TARGET",
+                "option": "--to",
+                "none_option": "--clear",
+                "none_help": "End the shadow.",
+            },
         ),
     ]
-    share: Annotated[float, Meta(gt=0, le=1, description="Fraction of the requests to copy.")] = 0.05
+    share: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Fraction of the requests to copy.", extra={"metavar": "PERCENT"}),
+    ] = 0.05
 
 
 class RemoveModel(_Parameters):
     """Remove a model, or one of its versions, from the registry. The model or version must not be loaded. The
     files are kept."""
 
-    model: Annotated[str, Meta(description="NAME for all versions, or NAME@VERSION.")]
+    model: Annotated[str, Meta(description="NAME for all versions, or NAME@VERSION.", extra=VERSION)]
 
 
 class PruneModels(_Parameters):

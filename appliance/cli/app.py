@@ -6,14 +6,13 @@ from typing import Annotated
 
 import typer
 
-from appliance.actions import action_named
 from appliance.cli.action_commands import add_command
 from appliance.cli.alert_commands import alerts
 from appliance.cli.audit_commands import audit, backup
 from appliance.cli.client_commands import BENCH_EPILOG, bench, chat
 from appliance.cli.console_commands import console, history, top
 from appliance.cli.model_commands import models
-from appliance.cli.operating_commands import config, drain
+from appliance.cli.operating_commands import add_drain, config
 from appliance.cli.request_commands import requests, usage
 from appliance.cli.service_commands import doctor, logs, serve, status
 from appliance.cli.tenant_commands import keys, peers, tenants
@@ -26,9 +25,10 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, status, console, top, usage, logs, drain):
+for command in (serve, status, console, top, usage, logs):
     app.command()(command)
-add_command(app, action_named("resume"), "resume")
+add_drain(app)
+add_command(app, "resume")
 for other in (backup, doctor, chat):
     app.command()(other)
 app.command(epilog=BENCH_EPILOG)(bench)

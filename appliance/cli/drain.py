@@ -6,7 +6,7 @@ import sys
 import time
 
 from appliance.actions import action_of
-from appliance.actions.parameters import MAX_GRACE_S, DrainService, ResumeService
+from appliance.actions.parameters import DrainService, ResumeService
 from appliance.cli.actions import confirm
 from appliance.cli.output import (
     is_terminal,
@@ -18,7 +18,6 @@ from appliance.cli.output import (
     terminal_width,
 )
 from appliance.cli.service import admin_client
-from appliance.cli.times import span_s
 from appliance.client import AdminClient
 from appliance.protocol import DrainStatus
 
@@ -34,17 +33,14 @@ INTERRUPTED = 130
 
 def drain(
     run_dir: str | None,
+    parameters: DrainService,
     *,
-    model: str | None,
-    grace: str,
-    queue: bool,
     wait: bool,
     yes: bool,
     as_json: bool,
 ) -> int:
     """Start a drain and return the exit code. If `wait` is set, show its progress until it has ended."""
-    parameters = DrainService(model=model, grace_s=span_s(grace, "--grace", MAX_GRACE_S), queue=queue)
-    action = action_of(parameters)
+    action, model = action_of(parameters), parameters.model
     confirm(action, printable(action.target_name(parameters)), yes=yes)
     with admin_client(run_dir) as client:
         status = client.drain(parameters)

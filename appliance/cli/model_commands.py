@@ -4,13 +4,14 @@ descriptions come from `appliance.actions`."""
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
 from appliance.actions import action_named
-from appliance.cli.action_commands import add_commands
-from appliance.cli.options import Json, RunDir, Yes
+from appliance.cli.action_commands import add_command, add_commands, keyword
+from appliance.cli.options import Json, RunDir
 
 models = typer.Typer(help="Add, load, swap and remove models.", no_args_is_help=True)
 
@@ -30,12 +31,7 @@ Settings = Annotated[
 ]
 
 
-def about(action: str) -> str:
-    """Return an action's description, which is also the help text of its command."""
-    return action_named(action).description
-
-
-@models.command("add", help=about("models.add"))
+@models.command("add", help=action_named("models.add").description)
 def models_add(
     name_folder: Annotated[
         str,
@@ -162,80 +158,22 @@ add_commands(
     "models.unpin",
     "models.default",
     "models.rollback",
+    "models.alias",
+    "models.split",
+    "models.shadow",
 )
 
 
-@models.command("alias", help=about("models.alias"))
-def models_alias(
-    name: Annotated[str, typer.Argument(metavar="ALIAS", help="The additional name.", show_default=False)],
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="NAME[@VERSION]", help="The model, or one of its versions.", show_default=False
-        ),
-    ] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete the alias.")] = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.cli.models import set_alias
+def _remove(asked: Any, given: Mapping[str, Any]) -> None:
+    from appliance.cli.model_files import remove
 
-    set_alias(run_dir, name, target, delete=delete, as_json=json)
+    remove(given["run_dir"], asked, files=given["files"], yes=given["yes"], as_json=given["json"])
 
 
-@models.command("split", help=about("models.split"))
-def models_split(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="A model in the registry, or an alias.", show_default=False),
-    ],
-    weights: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="TARGET=WEIGHT...",
-            help="Target and relative weight. A target is a version number of this model (such as 1), "
-            "another model's name, or NAME@VERSION.",
-            show_default=False,
-        ),
-    ] = None,
-    clear: Annotated[
-        bool, typer.Option("--clear", help="End the split: all requests go to the default version again.")
-    ] = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.cli.model_splits import set_split
+def _prune(asked: Any, given: Mapping[str, Any]) -> None:
+    from appliance.cli.model_files import prune
 
-    set_split(run_dir, name, weights or [], clear=clear, as_json=json)
-
-
-@models.command("shadow", help=about("models.shadow"))
-def models_shadow(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="The model or alias whose requests are copied.", show_default=False
-        ),
-    ],
-    target: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            metavar="TARGET",
-            help="A version number of this model (such as 2), another model's name, or NAME@VERSION.",
-            show_default=False,
-        ),
-    ] = None,
-    share: Annotated[
-        str, typer.Option("--share", metavar="PERCENT", help="Share of requests to copy.")
-    ] = "5%",
-    clear: Annotated[bool, typer.Option("--clear", help="End the shadow.")] = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.cli.model_splits import set_shadow
-
-    set_shadow(run_dir, name, target, share, clear=clear, as_json=json)
+    prune(given["run_dir"], asked, files=given["files"], yes=given["yes"], as_json=given["json"])
 
 
 Files = Annotated[
@@ -245,38 +183,5 @@ Files = Annotated[
         help="Also delete the files that `models pull` downloaded. Files that another version uses are kept.",
     ),
 ]
-
-
-@models.command("remove", help=about("models.remove"))
-def models_remove(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME[@VERSION]",
-            help="A model with all its versions, or a single version.",
-            show_default=False,
-        ),
-    ],
-    files: Files = False,
-    yes: Yes = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.cli.model_files import remove
-
-    remove(run_dir, model, files=files, yes=yes, as_json=json)
-
-
-@models.command("prune", help=about("models.prune"))
-def models_prune(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list the versions, without removing them.")
-    ] = False,
-    files: Files = False,
-    yes: Yes = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.cli.model_files import prune
-
-    prune(run_dir, dry_run=dry_run, files=files, yes=yes, as_json=json)
+add_command(models, "models.remove", keyword("files", Files, False), perform=_remove)
+add_command(models, "models.prune", keyword("files", Files, False), perform=_prune)

@@ -30,10 +30,9 @@ class Deleted(msgspec.Struct):
     freed_bytes: int
 
 
-def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json: bool) -> None:
+def remove(run_dir: str | None, parameters: RemoveModel, *, files: bool, yes: bool, as_json: bool) -> None:
     """Remove a model or version from the registry and, if `files` is set, delete its downloaded files."""
-    parameters = RemoveModel(model=target)
-    action = action_of(parameters)
+    action, target = action_of(parameters), parameters.model
     with admin_client(run_dir) as client:
         folders = _folders_of(client, target) if files else []
         if files:
@@ -50,26 +49,26 @@ def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json:
     _show_deleted(deleted)
 
 
-def prune(run_dir: str | None, *, dry_run: bool, files: bool, yes: bool, as_json: bool) -> None:
+def prune(run_dir: str | None, parameters: PruneModels, *, files: bool, yes: bool, as_json: bool) -> None:
     """Remove all unused versions from the registry and, if `files` is set, delete their downloaded files."""
     deleted: list[Deleted] = []
-    if not dry_run:
-        check_terminal(action_of(PruneModels()), "from the registry", yes=yes)
+    if not parameters.dry_run:
+        check_terminal(action_of(parameters), "from the registry", yes=yes)
     with admin_client(run_dir) as client:
         found = cast(PrunedVersions, client.act(PruneModels(dry_run=True))).versions
         if found and not as_json:
             rows = [(printable(one.name), str(one.version), printable(one.folder)) for one in found]
             print_table(_PRUNED, rows)
-        if found and not dry_run:
-            confirm(action_of(PruneModels()), "from the registry", yes=yes)
-            found = cast(PrunedVersions, client.act(PruneModels())).versions
+        if found and not parameters.dry_run:
+            confirm(action_of(parameters), "from the registry", yes=yes)
+            found = cast(PrunedVersions, client.act(parameters)).versions
             if files:
                 deleted = _delete_unused(client, [one.folder for one in found])
     if as_json:
         print_json({"versions": found, "deleted": deleted})
     elif not found:
         print("nothing to remove: no version is unused")
-    elif not dry_run:
+    elif not parameters.dry_run:
         print(f"{len(found)} versions removed" if len(found) > 1 else "1 version removed")
         _show_deleted(deleted)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.actions.parameters import AddModel, SetAlias
+from appliance.actions.parameters import AddModel
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.model_splits import shares, show_shadow
@@ -142,13 +142,6 @@ def show_model(run_dir: str | None, name: str, *, as_json: bool) -> None:
         show_shadow(shadow)
     for version in model.versions:
         _show_version(version)
-
-
-def set_alias(run_dir: str | None, alias: str, target: str | None, *, delete: bool, as_json: bool) -> None:
-    """Set or delete an alias."""
-    if delete == (target is not None):
-        raise CommandLineError("give either the alias's target or --delete")
-    perform(run_dir, SetAlias(name=alias, target=target), as_json=as_json)
 
 
 def _models(run_dir: str | None) -> list[RegisteredModel]:

@@ -3,50 +3,36 @@ neighbouring modules, are loaded on demand."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from appliance.cli.action_commands import add_commands
-from appliance.cli.options import Config, Json, RunDir, Yes
+from appliance.cli.action_commands import add_command, keyword
+from appliance.cli.options import Config, Json, RunDir
 
 config = typer.Typer(help="Check, show and reload the settings.", no_args_is_help=True)
 
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", metavar="NAME", help="Name of the model. Default: the whole service."),
+Wait = Annotated[
+    bool, typer.Option("--wait/--no-wait", help="Show the progress until the drain is complete.")
 ]
 
 
-def drain(
-    model: Model = None,
-    grace_s: Annotated[
-        str,
-        typer.Option(
-            "--grace", metavar="SPAN", help="Time after which unfinished requests end with an error."
-        ),
-    ] = "120s",
-    queue: Annotated[
-        bool,
-        typer.Option("--queue", help="Instead of refusing new requests, hold them until service resumes."),
-    ] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Show the progress until the drain is complete.")
-    ] = True,
-    yes: Yes = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    """Stop accepting requests and finish those already accepted.
+def add_drain(app: typer.Typer) -> None:
+    """Add the command that starts a drain and shows its progress."""
+    details = (
+        "\n\nShows the progress until the drain is complete. Ctrl-C asks whether to cancel the drain; "
+        "without a terminal, the drain continues. With --json, each update is one line. The exit code is 1 "
+        "if any requests were stopped with an error, or if the drain was cancelled."
+    )
+    add_command(app, "drain", keyword("wait", Wait, True), perform=_drain, details=details)
 
-    Shows the progress until the drain is complete. Ctrl-C asks whether to cancel the drain; without a
-    terminal, the drain continues. With --json, each update is one line. The exit code is 1 if any requests
-    were stopped with an error, or if the drain was cancelled."""
+
+def _drain(asked: Any, given: Mapping[str, Any]) -> None:
     from appliance.cli.drain import drain
 
-    raise typer.Exit(
-        drain(run_dir, model=model, grace=grace_s, queue=queue, wait=wait, yes=yes, as_json=json)
-    )
+    options = {name: given[name] for name in ("wait", "yes")}
+    raise typer.Exit(drain(given["run_dir"], asked, **options, as_json=given["json"]))
 
 
 @config.command("check")
@@ -83,4 +69,4 @@ def config_show(
     show(run_dir, config, origin=origin, as_json=json)
 
 
-add_commands(config, "config.reload")
+add_command(config, "config.reload")
