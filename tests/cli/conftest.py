@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import typer
 
 from appliance.cli import main
+from appliance.cli.app import app
 from appliance.protocol import ModelStatus, ReplicaStatus
 from appliance.protocol.status import DatabaseStatus, FrontStatus, Problem, QueueStatus, SocketStatus, Status
 from store.control import ControlStore
@@ -34,6 +36,23 @@ class Outcome(NamedTuple):
 
 
 Run = Callable[..., Outcome]
+
+BUILT: Any = typer.main.get_command(app)
+"""The command tree, built only once. Otherwise, typer would rebuild it for each command line, which takes
+longer than most commands."""
+
+
+def commands(group: Any = BUILT, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the name (as a tuple of words) and the command object of every runnable command."""
+    for name, command in group.commands.items():
+        below = getattr(command, "commands", None)
+        if not below or command.invoke_without_command:
+            yield (*words, name), command
+        if below:
+            yield from commands(command, (*words, name))
+
+
+EVERY = dict(commands())
 
 
 class History(NamedTuple):
@@ -60,6 +79,8 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Return a function that runs the command in this process, as its entry point does."""
+
+    monkeypatch.setattr("appliance.cli.app.app", BUILT)
 
     def run(*words: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["appliance", *map(str, words)])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,8 @@ import pytest
 from store.schemas import HISTORY
 from store.telemetry import TelemetryLog
 from store.writer import Writer
-from tests.core.conftest import ROOT, Service, make_service
+from tests.cli.conftest import Run
+from tests.core.conftest import Service, make_service
 from tests.core.test_alerting import kill_replica, wait_until_sampled
 from tests.monitoring.histories import history
 from tests.waiting import wait_until
@@ -34,16 +33,16 @@ description = "{value} requests are waiting"
 """
 
 
-def run(*arguments: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "appliance.cli", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout if code == 0 else done.stderr
+@pytest.fixture
+def run(cli: Run) -> Callable[..., str]:
+    """Return a function that runs a command, checks its exit code, and returns its output or its error."""
+
+    def run(*words: object, code: int = 0) -> str:
+        outcome = cli("alerts", *words)
+        assert outcome.code == code, outcome
+        return outcome.out if code == 0 else outcome.err
+
+    return run
 
 
 @pytest.fixture
@@ -64,10 +63,12 @@ def recorded(tmp_path: Path) -> Iterator[Path]:
     yield path
 
 
-def test_rules_are_tested_on_a_recorded_history(recorded: Path, tmp_path: Path) -> None:
+def test_rules_are_tested_on_a_recorded_history(
+    run: Callable[..., str], recorded: Path, tmp_path: Path
+) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text(RULE)
-    found = json.loads(run("alerts", "test", rules, "--on", recorded, "--json"))
+    found = json.loads(run("test", rules, "--on", recorded, "--json"))
     assert found["samples"] == 150 and found["lasting"] == 0
     [raised, ended] = found["transitions"]
     assert (raised["event"], raised["rule"], raised["description"]) == (
@@ -77,50 +78,52 @@ def test_rules_are_tested_on_a_recorded_history(recorded: Path, tmp_path: Path) 
     )
     assert raised["at"] - found["since"] == pytest.approx(35, abs=0.1)
     assert (ended["event"], ended["at"] - found["since"]) == ("ended", pytest.approx(90, abs=0.1))
-    assert "1 alert in 150 samples" in run("alerts", "test", rules, "--on", recorded)
-    assert "0 alerts in 150 samples" in run("alerts", "test", "built-in", "--on", recorded)
+    assert "1 alert in 150 samples" in run("test", rules, "--on", recorded)
+    assert "0 alerts in 150 samples" in run("test", "built-in", "--on", recorded)
 
 
-def test_a_wrong_rule_is_reported_with_its_line_and_remedy(recorded: Path, tmp_path: Path) -> None:
+def test_a_wrong_rule_is_reported_with_its_line_and_remedy(
+    run: Callable[..., str], recorded: Path, tmp_path: Path
+) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text(
         RULE + '\n[[alerts.rules]]\nname = "two"\nmetric = "queue.waiting"\nabove = 1\nbelow = 1\n'
     )
-    said = run("alerts", "test", rules, "--on", recorded, code=1)
+    said = run("test", rules, "--on", recorded, code=1)
     assert f"{rules}:12: rule 'two' has 2 thresholds: set exactly one of above, below and texts" in said
     rules.write_text(RULE.replace("above", "abve"))
-    said = run("alerts", "test", rules, "--on", recorded, code=1)
+    said = run("test", rules, "--on", recorded, code=1)
     assert f"{rules}:5: alerts.rules.1.abve is not a setting: did you mean 'above'?" in said
-    assert "is not a file" in run("alerts", "test", tmp_path / "none", "--on", recorded, code=2)
+    assert "is not a file" in run("test", tmp_path / "none", "--on", recorded, code=2)
 
 
-def test_alerts_are_listed_acknowledged_and_silenced(make_service: Make) -> None:
+def test_alerts_are_listed_acknowledged_and_silenced(run: Callable[..., str], make_service: Make) -> None:
     service = make_service().start_and_wait()
     at = ("--run-dir", service.run_dir)
-    assert run("alerts", "list", *at) == "no alerts within the last hour\n"
+    assert run("list", *at) == "no alerts within the last hour\n"
     wait_until_sampled(service)
     kill_replica(service)
 
     def down() -> list[Any]:
         # On a slow machine, alerts about the consequences of this condition may follow.
-        listed = json.loads(run("alerts", "list", "--json", *at))
+        listed = json.loads(run("list", "--json", *at))
         return [one for one in listed if one["rule"] == "replica-down"]
 
     wait_until(lambda: bool(down()))
     [alert] = down()
     assert (alert["rule"], alert["state"], alert["where"]) == ("replica-down", "firing", "m-0")
-    assert "acknowledged: m-0 is not responding" in run("alerts", "ack", alert["id"], *at)
-    listed = run("alerts", "list", *at)
+    assert "acknowledged: m-0 is not responding" in run("ack", alert["id"], *at)
+    listed = run("list", *at)
     assert "CRITICAL  m-0 is not responding" in listed and "acknowledged by uid:" in listed
     assert "likely cause: m-0 ended" in listed and "next step: wait for the restart" in listed
-    said = run("alerts", "silence", "replica-down", "--for", "2h", "--reason", "planned", *at)
+    said = run("silence", "replica-down", "--for", "2h", "--reason", "planned", *at)
     assert said.startswith("silence ") and ": planned" in said
-    assert "silenced" in run("alerts", "list", *at)
+    assert "silenced" in run("list", *at)
     silence_id = said.split()[1].rstrip(":")
-    assert run("alerts", "silences", *at) == said
-    [silence] = json.loads(run("alerts", "silences", "--json", *at))
+    assert run("silences", *at) == said
+    [silence] = json.loads(run("silences", "--json", *at))
     assert (silence["id"], silence["rule"], silence["reason"]) == (silence_id, "replica-down", "planned")
-    run("alerts", "unsilence", silence_id, *at)
-    assert run("alerts", "silences", *at) == "no silences are active\n"
-    assert json.loads(run("alerts", "silences", "--json", *at)) == []
-    assert "is too long: use at most 30d" in run("alerts", "silence", "x", "--for", "60d", *at, code=2)
+    run("unsilence", silence_id, *at)
+    assert run("silences", *at) == "no silences are active\n"
+    assert json.loads(run("silences", "--json", *at)) == []
+    assert "is too long: use at most 30d" in run("silence", "x", "--for", "60d", *at, code=2)

@@ -114,28 +114,6 @@ def test_the_first_wrong_row_is_named_and_the_exit_code_is_1(cli: Run, state: Pa
     assert found["problems"] == ["row 2: rewritten: its hash does not match its content"]
 
 
-def test_rows_removed_together_with_their_heads_are_detected_with_the_journal(
-    cli: Run, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heads = (state / "audit.heads").read_text()
-    forge(state, TAIL)
-    (state / "audit.heads").write_text("".join(line for line in heads.splitlines(True) if "seq=1 " in line))
-    assert cli("audit", "verify", "--state-dir", state).code == 0
-    journal = tmp_path / "journal.txt"
-    journal.write_text(
-        "".join(f"Nov 20 10:00:00 box appliance[1]: {line}" for line in heads.splitlines(True))
-    )
-    for given in (("--heads", journal), ("--journal",)):
-        tools = tmp_path / "bin"
-        tools.mkdir(exist_ok=True)
-        (tools / "journalctl").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\ncat {journal}\n')
-        (tools / "journalctl").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
-        outcome = cli("audit", "verify", "--state-dir", state, *given)
-        assert outcome.code == 1 and "rows 4 to 6 are missing from the end of the chain" in outcome.out, given
-    assert "--unit=appliance.service" in (tmp_path / "asked").read_text()
-
-
 @pytest.fixture
 def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Return a function that installs a shell script as `journalctl` in a folder that is first in PATH."""
@@ -146,6 +124,24 @@ def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     return put
+
+
+def test_rows_removed_together_with_their_heads_are_detected_with_the_journal(
+    cli: Run, state: Path, tmp_path: Path, journalctl: Callable[[str], None]
+) -> None:
+    heads = (state / "audit.heads").read_text()
+    forge(state, TAIL)
+    (state / "audit.heads").write_text("".join(line for line in heads.splitlines(True) if "seq=1 " in line))
+    assert cli("audit", "verify", "--state-dir", state).code == 0
+    journal = tmp_path / "journal.txt"
+    journal.write_text(
+        "".join(f"Nov 20 10:00:00 box appliance[1]: {line}" for line in heads.splitlines(True))
+    )
+    journalctl(f'echo "$@" > {tmp_path}/asked\ncat {journal}')
+    for given in (("--heads", journal), ("--journal",)):
+        outcome = cli("audit", "verify", "--state-dir", state, *given)
+        assert outcome.code == 1 and "rows 4 to 6 are missing from the end of the chain" in outcome.out, given
+    assert "--unit=appliance.service" in (tmp_path / "asked").read_text()
 
 
 def test_a_rewrite_by_the_services_own_user_is_detected_with_the_journal_by_default(
@@ -208,11 +204,9 @@ def test_missing_journal_heads_are_explained_and_are_not_an_error(
 
 
 def test_a_requested_journal_without_heads_is_an_error(
-    cli: Run, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Run, state: Path, journalctl: Callable[[str], None]
 ) -> None:
-    (tmp_path / "journalctl").write_text("#!/bin/sh\n")
-    (tmp_path / "journalctl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    journalctl("exit 0")
     outcome = cli("audit", "verify", "--state-dir", state, "--journal")
     assert outcome.code == 1 and "no audit heads of appliance.service" in outcome.err
 
@@ -296,13 +290,12 @@ def test_reading_requires_no_write_permission(
         # The other user is in the service's group, but only the service's user may read the key.
         for file in state.iterdir():
             os.chown(file, -1, 65534)
-    for words in (("list",), ("verify",), ("export",)):
-        outcome = run_unprivileged_cli("audit", *words, "--state-dir", state)
+    outcomes = [
+        run_unprivileged_cli("audit", word, "--state-dir", state) for word in ("list", "export", "verify")
+    ]
+    for outcome in outcomes:
         assert outcome.code == 0, outcome.err
-    assert (
-        "signatures of recorded heads were not checked"
-        in run_unprivileged_cli("audit", "verify", "--state-dir", state).out
-    )
+    assert "signatures of recorded heads were not checked" in outcomes[-1].out
 
 
 # ── backup ──

@@ -5,54 +5,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from appliance.actions import ACTIONS, Action
-from appliance.cli.app import app
 from appliance.settings import Flags, SettingsError, load_settings
-from tests.cli.conftest import Run
+from tests.cli.conftest import EVERY, Run
 from tests.cli.servers import AdminService, ApiService
 
 NOT_UTF_8 = os.fsdecode(b"caf\xe9")
-NOT_NUMBERS = (
-    "",
-    " ",
-    "nan",
-    "inf",
-    "-inf",
-    "1e999",
-    "0x10",
-    "\u0663\u0664",
-    "\uff11",
-    "9" * 5000,
-    NOT_UTF_8,
-)
+NOT_NUMBERS = ("", "nan", "1e999", "0x10", "\u0663\u0664", "9" * 5000, NOT_UTF_8)
 OUT_OF_RANGE = ("-1", "99999999999999999999", "99999999999d", "-5d", "9" * 400 + "d", "9999999-01-01")
-TEXTS = ("", " ", "\n", "x" * 5000, "../" * 400, "\u202e", NOT_UTF_8, "9" * 5000, "-", "a=b", "\U0001f642")
+TEXTS = ("", "\n", "x" * 5000, "../" * 400, NOT_UTF_8, "-", "a=b", "\U0001f642")
 NUMBERS = {"N", "T", "P", "R", "S", "MS", "SPAN", "TIME", "P0…P3"}
 """Metavars of options that take a number, a duration or a time."""
-
-
-def commands(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the name (as a tuple of words) and the command object of every runnable command."""
-    group = group or BUILT
-    for name, command in group.commands.items():
-        below = getattr(command, "commands", None)
-        if not below or command.invoke_without_command:
-            yield (*words, name), command
-        if below:
-            yield from commands(command, (*words, name))
-
-
-BUILT = typer.main.get_command(app)
-"""The command tree, built only once. Otherwise, typer would rebuild it for each command line, which takes
-longer than most commands."""
-EVERY = dict(commands())
 
 
 def required(command: Any, but: Any = None) -> list[str]:
@@ -73,7 +41,6 @@ def _nothing_lasting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("appliance.core.process.run", _read_settings)
-    monkeypatch.setattr("appliance.cli.app.app", BUILT)
     monkeypatch.setattr(sys, "stdin", None)
 
 

@@ -56,29 +56,25 @@ def run(*words: object) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_a_pull_prints_one_json_object(hub: HubServer, tmp_path: Path) -> None:
-    code, out, err = run("org/demo", "--cache-dir", tmp_path / "c", "--json")
+def test_a_pull_stores_the_model_in_the_state_directory_and_prints_one_json_object(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    code, out, err = run("org/demo", "--json")
     assert code == 0, err
-    pulled = json.loads(out)
+    cache = tmp_path / "home/appliance/hub"
     size = sum(map(len, FILES.values()))
+    pulled = json.loads(out)
     assert pulled == pulled | {
         "repository": "org/demo",
         "revision": "main",
         "commit": COMMIT,
-        "folder": str(tmp_path / "c/models--org--demo/snapshots" / COMMIT),
+        "folder": str(cache / "models--org--demo/snapshots" / COMMIT),
         "files": 3,
         "bytes": size,
         "received_bytes": size,
     }
+    assert cache.stat().st_mode & 0o7777 == 0o2775
     assert not [request for request in hub.requests if "harness" in request.path]
-
-
-def test_without_settings_the_model_is_stored_in_the_state_directory(hub: HubServer, tmp_path: Path) -> None:
-    code, out, _ = run("org/demo", "--json")
-    state = tmp_path / "home/appliance"
-    assert code == 0
-    assert Path(json.loads(out)["folder"]).is_relative_to(state / "hub")
-    assert (state / "hub").stat().st_mode & 0o7777 == 0o2775
 
 
 def test_hf_home_selects_the_cache_and_the_token(
@@ -86,9 +82,7 @@ def test_hf_home_selects_the_cache_and_the_token(
 ) -> None:
     hub.add("org/closed", FILES, gated=True, token="hf_stored")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    code, _, err = run("org/closed")
-    assert code == 1 and "access to org/closed is restricted" in err
-    (tmp_path / "hf").mkdir(exist_ok=True)
+    (tmp_path / "hf").mkdir()
     (tmp_path / "hf/token").write_text("hf_stored")
     code, out, err = run("org/closed", "--json")
     assert code == 0, err
@@ -104,7 +98,7 @@ def received_bytes(partials: Path) -> int:
     return max(sizes)
 
 
-@pytest.mark.parametrize("stop", (signal.SIGINT, signal.SIGTERM, signal.SIGKILL), ids=lambda one: one.name)
+@pytest.mark.parametrize("stop", (signal.SIGINT, signal.SIGKILL), ids=lambda one: one.name)
 def test_a_stopped_pull_continues_in_the_middle_of_the_file(
     hub: HubServer, tmp_path: Path, stop: signal.Signals
 ) -> None:
@@ -138,22 +132,21 @@ def test_a_stopped_pull_continues_in_the_middle_of_the_file(
     assert not list(partials.glob("*.incomplete"))
 
 
-def test_a_terminal_gets_a_bar_and_other_output_gets_lines(hub: HubServer, tmp_path: Path) -> None:
+def test_a_terminal_gets_a_bar(hub: HubServer, tmp_path: Path) -> None:
     shown = on_a_terminal("models", "pull", "--no-add", "org/demo", "--cache-dir", str(tmp_path / "a"))
     assert "org/demo [" in shown and "4.0 MiB" in shown
-    _, _, err = run("org/demo", "--cache-dir", tmp_path / "b")
-    assert "\x1b" not in err
 
 
-def test_a_slow_pull_reports_its_progress_in_lines(hub: HubServer, tmp_path: Path) -> None:
+def test_a_slow_pull_without_a_terminal_reports_its_progress_in_lines(hub: HubServer, tmp_path: Path) -> None:
     released = threading.Event()
     hub.faults.before_piece = lambda path, offset: released.wait(120) if offset >= 3 << 20 else None
     process = command("org/demo", "--cache-dir", tmp_path / "c")
     assert process.stderr is not None
     line = process.stderr.readline()
     released.set()
-    process.communicate(timeout=120)
+    _, rest = process.communicate(timeout=120)
     assert line.startswith("org/demo 75% · 3.0 MiB of 4.0 MiB")
+    assert "\x1b" not in line + rest
 
 
 def test_an_unsupported_architecture_is_refused_before_the_weights_are_downloaded(
