@@ -82,7 +82,8 @@ class Catalog:
         """`on_waiting` is called when a request begins to wait for a model that is not loaded."""
         self._on_waiting = on_waiting
         self._models: dict[str, LoadedModel] = {}
-        self._broken: dict[str, str] = {}
+        self.problems: dict[str, str] = {}
+        """Models that cannot be used, each with the reason."""
         self._routes: dict[str, Route] | None = None
         self._served: list[ServedModel] = []
         self._changed = asyncio.Event()
@@ -94,16 +95,11 @@ class Catalog:
         """Limits on requests waiting for models to be loaded."""
 
     @property
-    def problems(self) -> dict[str, str]:
-        """Models that cannot be used, each with the reason."""
-        return self._broken
-
-    @property
     def problem(self) -> str:
         """The problems of all required models, joined into one text. Empty if there are none."""
         required = {model.name for model in self._served if model.required}
         return "; ".join(
-            f"model {name}: {reason}" for name, reason in self._broken.items() if name in required
+            f"model {name}: {reason}" for name, reason in self.problems.items() if name in required
         )
 
     @property
@@ -133,7 +129,7 @@ class Catalog:
             routes = [own_route(model, model.name) for model in self._served]
         else:
             routes = [route for route in self._routes.values() if route.listed]
-        return [route for route in routes if route.unit not in self._broken]
+        return [route for route in routes if route.unit not in self.problems]
 
     def serves(self, name: str) -> bool:
         """Return whether a model with this name can answer requests, either now or after being loaded on
@@ -171,7 +167,7 @@ class Catalog:
                 raise
             except BaseException as error:  # `Exception` would not catch a panic in the Rust extension.
                 broken[model.name] = reason = _reason(error)
-                if self._broken.get(model.name) != reason:
+                if self.problems.get(model.name) != reason:
                     foreseen = isinstance(error, TokenizerFilesError)
                     log.error("model %s: %s", model.name, reason, exc_info=None if foreseen else error)
         kept = {model.template for model in models.values()}
@@ -179,7 +175,7 @@ class Catalog:
             if old.template not in kept:
                 # Requests that started with the previous model may still need its templates.
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
-        self._models, self._broken, self._served = models, broken, served
+        self._models, self.problems, self._served = models, broken, served
 
     # ── use by requests ──
 
@@ -257,10 +253,10 @@ class Catalog:
         model = self._models.get(unit)
         if model is not None:
             return model
-        if unit in self._broken:
+        if unit in self.problems:
             raise ApiError(
                 503,
-                f"model {name!r} cannot be used: {self._broken[unit]}",
+                f"model {name!r} cannot be used: {self.problems[unit]}",
                 code="model_broken",
                 retry_after_s=30.0,
             )

@@ -9,7 +9,7 @@ from appliance.http.connection import Connection
 from appliance.http.counted_log import CountedLog
 from appliance.http.errors import drop_frames, error_document
 from appliance.http.headers import bearer
-from appliance.http.peers import Peer, unix_peer
+from appliance.http.peers import Peer
 from appliance.http.server import HttpServer
 
 __all__ = [
@@ -20,5 +20,4 @@ __all__ = [
     "bearer",
     "drop_frames",
     "error_document",
-    "unix_peer",
 ]

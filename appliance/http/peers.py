@@ -19,12 +19,11 @@ _MAX_GROUPS_BYTES = 1024
 
 
 class Peer(NamedTuple):
-    """A client's identity, as determined when it connected. For TCP, `uid` and `pid` are -1; for a Unix
-    socket, `address` is empty."""
+    """A client's identity, as determined when it connected. For TCP, `uid` is -1; for a Unix socket,
+    `address` is empty."""
 
     kind: SocketKind
     uid: int
-    pid: int
     address: str
     gids: tuple[int, ...] = ()
     """Groups of a Unix socket's peer: the primary group first, then the others in ascending order."""
@@ -49,12 +48,12 @@ class Peer(NamedTuple):
 def unix_peer(sock: socket.socket) -> Peer:
     """Return the process that connected to a Unix socket, as recorded by the kernel. For a process in more
     than 256 groups, only the primary group is returned."""
-    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    _, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
     with contextlib.suppress(OSError):  # There are too many groups, or the kernel is too old.
         others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
-    return Peer("unix", uid, pid, "", (gid, *gids))
+    return Peer("unix", uid, "", (gid, *gids))
 
 
 def peer_of(sock: socket.socket, address: str = "") -> Peer:
@@ -66,4 +65,4 @@ def peer_of(sock: socket.socket, address: str = "") -> Peer:
         with contextlib.suppress(OSError):  # The client has already disconnected.
             host, port = sock.getpeername()[:2]
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Peer("tcp", -1, -1, address)
+    return Peer("tcp", -1, address)

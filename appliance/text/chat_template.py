@@ -20,7 +20,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from appliance.text.template_messages import (
     MAX_RENDERED_CHARACTERS,
     ChatTemplateError,
-    NoChatTemplateError,
     TemplateBoundError,
 )
 
@@ -40,7 +39,7 @@ class ChatTemplate:
     ) -> None:
         """Compile the templates.
 
-        - `sources`: template texts by name. Empty for a model without templates.
+        - `sources`: template texts by name.
         - `special_tokens`: the special tokens' texts, keyed by their names in templates, such as `bos_token`.
 
         Raises `ChatTemplateError` if a template does not compile.
@@ -57,11 +56,6 @@ class ChatTemplate:
                 reason = _for_client(f"{type(error).__name__}: {error}")
                 raise ChatTemplateError(f"chat template {name!r} is not valid Jinja2 ({reason})") from error
 
-    @property
-    def exists(self) -> bool:
-        """Whether the model has a chat template."""
-        return bool(self._templates)
-
     def render(
         self,
         messages: Sequence[Message],
@@ -72,10 +66,15 @@ class ChatTemplate:
         without adding special tokens. `messages` and `variables` (additional template variables) are JSON
         values. They are treated as data, never as template code.
 
-        Raises `NoChatTemplateError` if the model has no default template, and `ChatTemplateError` if the
-        template rejects the messages, fails while rendering them, or exceeds the limits.
+        Raises `ChatTemplateError` if the model has no default template, or if the template rejects the
+        messages, fails while rendering them, or exceeds the limits.
         """
-        template = self._default()
+        template = self._templates.get("default")
+        if template is None:
+            raise ChatTemplateError(
+                f"this model has no default chat template, only {sorted(self._templates)}; use "
+                "/v1/completions with a prompt"
+            )
         everything = {
             **self._special_tokens,
             "documents": None,
@@ -106,19 +105,6 @@ class ChatTemplate:
                 )
             ) from error
         return "".join(pieces)
-
-    def _default(self) -> jinja2.Template:
-        if "default" in self._templates:
-            return self._templates["default"]
-        if not self._templates:
-            raise NoChatTemplateError(
-                "this model has no chat template, so it cannot be used with messages; use "
-                "/v1/completions with a prompt"
-            )
-        raise NoChatTemplateError(
-            f"this model has no default chat template, only {sorted(self._templates)}; use "
-            "/v1/completions with a prompt"
-        )
 
 
 def _for_client(message: str) -> str:

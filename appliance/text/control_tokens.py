@@ -48,23 +48,19 @@ class ControlTokens:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._encoder = Encoder(backend)
         texts = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        self._texts = sorted(filter(None, texts), key=lambda text: (-len(text), text))
-        self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
-        self._longest = max(map(len, self._texts), default=0)
-        self._beginnings = sorted({text[:2] for text in self._texts})
+        self.texts = sorted(filter(None, texts), key=lambda text: (-len(text), text))
+        """Texts of the special tokens, longest first."""
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
+        self._longest = max(map(len, self.texts), default=0)
+        self._beginnings = sorted({text[:2] for text in self.texts})
         self._copy: _RenamedCopy | None = None
         # Make the copy in advance: reading a large vocabulary holds the GIL for a second.
         try:
-            self._copy = _RenamedCopy(backend, self._texts)
+            self._copy = _RenamedCopy(backend, self.texts)
         except Exception as error:  # The Rust extension raises plain `Exception`.
             log.warning(
                 "special tokens in message texts cannot be neutralised and act as control tokens: %s", error
             )
-
-    @property
-    def texts(self) -> list[str]:
-        """Texts of the special tokens, longest first."""
-        return self._texts
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
         """Return whether a special token's text occurs in `text`. Yields between steps."""

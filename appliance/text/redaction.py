@@ -63,7 +63,7 @@ class Redactor:
             # "token: Bearer abc".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
             "passwords": _without_passwords,
-            "keys": _without_keys,
+            "keys": lambda text: _without_words(text, _WORD, _KEY_PREFIXES, "[key redacted]"),
             "emails": _without_emails,
             "cards": _without_cards,
         }
@@ -78,7 +78,7 @@ class Redactor:
         """Replace each secret in the text with its kind in brackets. Yields the result in pieces of a few
         thousand characters, so that the caller can pause between pieces."""
         if self._across_lines:
-            text, count = _without_private_keys(text)
+            text, count = _PRIVATE_KEY.subn("[private key redacted]", text)
             yield Redacted("", count)
         for piece in _pieces(text):
             total = 0
@@ -96,14 +96,6 @@ def _pieces(text: str) -> Iterator[str]:
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)
         yield text[begin:end]
         begin = end
-
-
-def _without_private_keys(text: str) -> tuple[str, int]:
-    return _PRIVATE_KEY.subn("[private key redacted]", text)
-
-
-def _without_keys(text: str) -> tuple[str, int]:
-    return _without_words(text, _WORD, _KEY_PREFIXES, "[key redacted]")
 
 
 def _without_words(text: str, words: re.Pattern[str], prefixes: tuple[str, ...], put: str) -> tuple[str, int]:

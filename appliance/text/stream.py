@@ -45,11 +45,6 @@ class TextStream:
         self.tokens_delivered = 0
         self.characters_decoded = 0
 
-    @property
-    def stopped(self) -> str | None:
-        """The stop string that ended the stream, or None."""
-        return self._matcher.stopped if self._matcher is not None else None
-
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Convert the next tokens of the sequence. Tokens after a stop string are not delivered."""
         matcher = self._matcher

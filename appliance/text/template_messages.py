@@ -5,8 +5,6 @@ frame consists of a length (4 bytes, little-endian) and one struct in msgpack fo
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 MAX_RENDERED_CHARACTERS = 8 << 20
@@ -15,10 +13,6 @@ MAX_RENDERED_CHARACTERS = 8 << 20
 
 class ChatTemplateError(ValueError):
     """Raised if messages cannot be rendered with a chat template. The error message is sent to the client."""
-
-
-class NoChatTemplateError(ChatTemplateError):
-    """Raised if the model has no chat template."""
 
 
 class TemplateBoundError(ChatTemplateError):
@@ -54,9 +48,9 @@ class Rendered(msgspec.Struct, tag="rendered", frozen=True):
 class Failed(msgspec.Struct, tag="failed", frozen=True):
     """An error. `message` is written for the client or, in a reply to `Compile`, for the operator."""
 
-    kind: Literal["messages", "none", "bound"]
-    """The exception to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""
     message: str
+    is_bound: bool = False
+    """Whether the exception to raise is a `TemplateBoundError`."""
 
 
 ToWorker = Compile | Render

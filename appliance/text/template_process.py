@@ -21,7 +21,6 @@ from appliance.text.template_messages import (
     Compile,
     Failed,
     FromWorker,
-    NoChatTemplateError,
     Render,
     Rendered,
     TemplateBoundError,
@@ -29,8 +28,6 @@ from appliance.text.template_messages import (
 )
 from appliance.text.tokenizer_files import TokenizerFilesError
 from engine.client import Channel, module_command, module_environment, socketpair
-
-__all__ = ["ChatTemplateError", "NoChatTemplateError", "TemplateBoundError", "TemplateProcess"]
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +46,6 @@ _ALARM_GRACE_S = 5.0
 """Time, in seconds, between the parent's time limit and the alarm in the child process. The alarm kills a
 child that has outlived its parent."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
-_KINDS: dict[str, type[ChatTemplateError]] = {
-    "messages": ChatTemplateError,
-    "none": NoChatTemplateError,
-    "bound": TemplateBoundError,
-}
 
 
 @dataclass(slots=True, eq=False)
@@ -100,15 +92,10 @@ class TemplateProcess:
         no templates. Raises `TokenizerFilesError` if a file is invalid."""
         return cls(read_template_sources(Path(folder), replacement), special_tokens)
 
-    @property
-    def exists(self) -> bool:
-        """Whether the model has a chat template."""
-        return bool(self._compile.sources)
-
     async def compile(self) -> None:
         """Start the process, which compiles the templates. Raises `TokenizerFilesError` if a template does
         not compile."""
-        if self.exists and self._child is None:
+        if self._compile.sources and self._child is None:
             try:
                 await self._start()
             except Exception as error:
@@ -139,11 +126,11 @@ class TemplateProcess:
         as data, never as template code.
 
         Raises `ChatTemplateError`, with the template's own message, if the template rejects the messages or
-        fails while rendering them. Also raises `NoChatTemplateError`, `TemplateBoundError`, and, after
+        fails while rendering them, or if there is no template. Also raises `TemplateBoundError`, and, after
         `MAX_WAIT_S`, `TooMuchWorkError`.
         """
-        if not self.exists:
-            raise NoChatTemplateError(
+        if not self._compile.sources:
+            raise ChatTemplateError(
                 "this model has no chat template, so it cannot be used with messages; use "
                 "/v1/completions with a prompt"
             )
@@ -263,7 +250,7 @@ class _Child:
             self._reply = None
         if isinstance(reply, Rendered):
             return reply.text
-        raise _KINDS[reply.kind](reply.message)
+        raise TemplateBoundError(reply.message) if reply.is_bound else ChatTemplateError(reply.message)
 
     def kill(self) -> None:
         """Kill the process immediately."""
@@ -280,8 +267,8 @@ class _Child:
         remedy = "" if self._compiles else "; send shorter messages"
         self._take(
             Failed(
-                "bound",
                 f"the chat template process ended unexpectedly, probably at its memory limit{remedy}",
+                is_bound=True,
             )
         )
 

@@ -27,7 +27,6 @@ from appliance.text.template_messages import (
     Compile,
     Failed,
     FromWorker,
-    NoChatTemplateError,
     Rendered,
     TemplateBoundError,
     ToWorker,
@@ -113,15 +112,12 @@ def _receive(frames: IO[bytes]) -> bytes | None:
 def _failure(error: Exception) -> Failed:
     if isinstance(error, MemoryError):
         return Failed(
-            "bound", "the chat template exceeds its memory limit for these messages; send shorter messages"
+            "the chat template exceeds its memory limit for these messages; send shorter messages",
+            is_bound=True,
         )
-    if isinstance(error, TemplateBoundError):
-        return Failed("bound", str(error))
-    if isinstance(error, NoChatTemplateError):
-        return Failed("none", str(error))
     if isinstance(error, ChatTemplateError):
-        return Failed("messages", str(error))
-    return Failed("messages", f"the chat template cannot render these messages: {type(error).__name__}")
+        return Failed(str(error), isinstance(error, TemplateBoundError))
+    return Failed(f"the chat template cannot render these messages: {type(error).__name__}")
 
 
 if __name__ == "__main__":

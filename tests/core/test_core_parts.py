@@ -154,7 +154,7 @@ def ask(path: str, uid: int | None, method: str = "GET", body: bytes = b"") -> t
         "scheme": "http",
         "server": None,
         "client": None,
-        "state": {} if uid is None else {"peer": Peer("unix", uid, 1, "", (uid,))},
+        "state": {} if uid is None else {"peer": Peer("unix", uid, "", (uid,))},
     }
 
     async def call() -> None:

@@ -114,4 +114,4 @@ def test_the_address_with_the_most_connections_loses_one() -> None:
     ],
 )
 def test_the_source_of_a_tcp_client_is_its_host_or_its_network(address: str, source: str) -> None:
-    assert Peer("tcp", -1, -1, address).source == source
+    assert Peer("tcp", -1, address).source == source

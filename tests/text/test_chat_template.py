@@ -12,7 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from appliance.text.chat_template import ChatTemplate
 from appliance.text.template_files import MAX_TEMPLATE_BYTES, read_template_sources
-from appliance.text.template_messages import ChatTemplateError, NoChatTemplateError
+from appliance.text.template_messages import ChatTemplateError
 from appliance.text.tokenizer import Tokenizer
 from appliance.text.tokenizer_files import MAX_JSON_BYTES, TokenizerFilesError
 from tests.text.conftest import TEMPLATE, byte_level, write_model
@@ -114,9 +114,9 @@ def test_a_refusal_that_quotes_the_message_is_short_and_encodable():
     assert len(str(caught.value)) < 1000
 
 
-def test_a_model_without_template_says_to_use_completions(tmp_path):
-    with pytest.raises(NoChatTemplateError, match="/v1/completions"):
-        ChatTemplate(read_template_sources(write_model(tmp_path, byte_level())), NAMES).render(USER)
+def test_a_model_without_default_template_says_to_use_completions():
+    with pytest.raises(ChatTemplateError, match=r"only \['tool_use'\]; use /v1/completions"):
+        ChatTemplate({"tool_use": TEMPLATE}, NAMES).render(USER)
 
 
 def test_a_template_file_takes_precedence_over_the_config(tmp_path):

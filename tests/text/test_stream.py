@@ -18,7 +18,6 @@ def test_without_stop_strings_a_stream_emits_the_text_and_delivers_every_token(l
     deltas = [stream.push([i]) for i in ids] + [stream.finish()]
     assert "".join(d.text for d in deltas) == TEXT
     assert sum(d.tokens_delivered for d in deltas) == stream.tokens_delivered == len(ids)
-    assert stream.stopped is None
 
 
 @given(
@@ -35,7 +34,7 @@ def test_tokens_are_delivered_up_to_the_one_that_completes_the_stop_string(loade
     end = TEXT.index(stop) + (len(stop) if include else 0)
     assert "".join(d.text for d in deltas) == TEXT[:end]
     assert sum(d.tokens_delivered for d in deltas) == stream.tokens_delivered == needed
-    assert deltas[-1].stopped == stream.stopped == stop
+    assert deltas[-1].stopped == stop
 
 
 @pytest.mark.parametrize("width", [1, 3, 100])

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.template_files import MAX_TEMPLATE_BYTES
-from appliance.text.template_messages import ChatTemplateError, NoChatTemplateError, TemplateBoundError
+from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
 from appliance.text.template_process import TemplateProcess
 from appliance.text.tokenizer_files import TokenizerFilesError
 from tests.text.conftest import TEMPLATE
@@ -84,7 +84,7 @@ def test_the_templates_error_message_reaches_the_client() -> None:
     source = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ChatTemplateError, match=r"^roles must alternate$"):
         with_process(source, lambda process: process.render("a", USER))
-    with pytest.raises(NoChatTemplateError, match="/v1/completions"):
+    with pytest.raises(ChatTemplateError, match="/v1/completions"):
         with_process("", lambda process: process.render("a", USER))
 
 
