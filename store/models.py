@@ -53,6 +53,11 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When an operator loaded the version, or None if it is not loaded. Restarting the service reloads loaded
     versions."""
 
+    @property
+    def unit(self) -> str:
+        """The name under which the version is loaded: NAME@VERSION."""
+        return f"{self.model}@{self.version}"
+
 
 class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An additional name for a model or for one of its versions."""

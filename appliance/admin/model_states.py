@@ -9,7 +9,7 @@ from appliance.models.manager import ModelManager
 from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.replica_status import replica_detail, replica_status
-from appliance.models.routing import Routing, split_target, unit_name
+from appliance.models.routing import Routing, split_target
 from appliance.protocol.registry import (
     RegisteredFile,
     RegisteredModel,
@@ -19,6 +19,7 @@ from appliance.protocol.registry import (
 )
 from appliance.settings import ModelSettings, Settings
 from store.models import ModelRecord, VersionRecord
+from store.registry import ModelRegistry
 
 _WAITS = "waiting for another model to be loaded or unloaded"
 
@@ -27,6 +28,7 @@ _WAITS = "waiting for another model to be loaded or unloaded"
 class ModelStates:
     """Reads the states of the models in the settings and in the registry."""
 
+    registry: ModelRegistry
     operations: ModelOperations
     on_demand: OnDemand
     manager: ModelManager
@@ -37,7 +39,7 @@ class ModelStates:
 
     def all(self) -> list[RegisteredModel]:
         """Return all models. Models from the settings come first."""
-        registry = self.operations.registry.current
+        registry = self.registry.current
         declared = self.settings().models
         shown = [self._declared(name, model) for name, model in declared.items()]
         return shown + [self._registered(one) for one in registry.models.values() if one.name not in declared]
@@ -55,12 +57,12 @@ class ModelStates:
         )
 
     def _registered(self, model: ModelRecord) -> RegisteredModel:
-        registry = self.operations.registry.current
+        registry = self.registry.current
         versions = []
         for record in registry.versions_of(model.name):
-            version = self._version(unit_name(model.name, record.version), record.version, record.folder)
+            version = self._version(record.unit, record.version, record.folder)
             version.added_at, version.settings = record.created_at, record.settings
-            version.shares = self._shares(unit_name(model.name, record.version))
+            version.shares = self._shares(record.unit)
             version.files = [
                 RegisteredFile(name=f.name, bytes=f.bytes, sha256=f.sha256) for f in record.files
             ]
@@ -125,7 +127,7 @@ class ModelStates:
         return self.state(unit)[0] not in ("available", "failed")
 
     def _aliases(self, model: str) -> list[str]:
-        aliases = self.operations.registry.current.aliases.values()
+        aliases = self.registry.current.aliases.values()
         return [
             alias.name for alias in aliases if alias.target == model or split_target(alias.target)[0] == model
         ]
@@ -141,7 +143,7 @@ class ModelStates:
 
     def status(self, record: VersionRecord) -> VersionStatus:
         """Return a registered version's status."""
-        state, detail = self.state(unit_name(record.model, record.version))
+        state, detail = self.state(record.unit)
         return VersionStatus(name=record.model, version=record.version, state=state, detail=detail)
 
     def declared_status(self, name: str) -> VersionStatus:

@@ -37,7 +37,7 @@ from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.preflight import problem_of
 from appliance.models.preflight_process import Check
-from appliance.models.routing import Routing, split_target, unit_name
+from appliance.models.routing import Routing, split_target
 from appliance.models.version_swaps import VersionSwaps
 from appliance.protocol import Done
 from appliance.protocol.registry import AddedVersion, PrunedVersion, PrunedVersions, VersionStatus
@@ -46,6 +46,7 @@ from appliance.settings.convert import Converter
 from store.audit import Actor
 from store.errors import ConflictError, UnknownModelError
 from store.models import ModelRecord, VersionRecord
+from store.registry import ModelRegistry
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 
@@ -54,6 +55,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 class ModelAdmin:
     """Performs operators' actions on models. Models declared in the settings can only be changed there."""
 
+    registry: ModelRegistry
     operations: ModelOperations
     swaps: VersionSwaps
     on_demand: OnDemand
@@ -69,6 +71,7 @@ class ModelAdmin:
 
     def __post_init__(self) -> None:
         self.states = ModelStates(
+            registry=self.registry,
             operations=self.operations,
             on_demand=self.on_demand,
             manager=self.manager,
@@ -83,7 +86,7 @@ class ModelAdmin:
         """Add a version. Raises ValueError, SettingsError or ManifestError if the folder or the settings
         cannot be used."""
         self._check_name(asked.name)
-        if asked.name in self.operations.registry.current.aliases:
+        if asked.name in self.registry.current.aliases:
             raise ConflictError(f"{asked.name!r} is an alias: choose another name, or delete the alias first")
         if not os.path.isabs(asked.folder):
             raise ValueError(f"folder = {asked.folder!r} is not an absolute path: use the full path")
@@ -92,7 +95,7 @@ class ModelAdmin:
         warnings = await self._check(asked)
         files = await asyncio.to_thread(read_manifest, asked.folder)
         added = await committed(
-            self.operations.registry.add_version(
+            self.registry.add_version(
                 actor=actor, model=asked.name, folder=asked.folder, files=files, settings=asked.settings
             )
         )
@@ -121,22 +124,23 @@ class ModelAdmin:
         """Remove a model or a version from the registry. Raises ConflictError if it is loaded or in use."""
         name, version = split_target(asked.model)
         self.check_declared(name, "removed")
-        for record in self.operations.registry.current.versions_of(name):
-            unit = unit_name(name, record.version)
-            if version in (None, record.version) and self.states.is_loaded(unit):
-                raise ConflictError(f"{unit} is loaded; unload it first with: appliance models unload {unit}")
-        for record in self.operations.registry.current.versions_of(name):
+        for record in self.registry.current.versions_of(name):
+            if version in (None, record.version) and self.states.is_loaded(record.unit):
+                raise ConflictError(
+                    f"{record.unit} is loaded; unload it first with: appliance models unload {record.unit}"
+                )
+        for record in self.registry.current.versions_of(name):
             if version in (None, record.version):
                 await self._withdraw(record)
-        removed = await committed(self.operations.registry.remove(actor=actor, model=name, version=version))
+        removed = await committed(self.registry.remove(actor=actor, model=name, version=version))
         for record in removed:
-            self.operations.forget_failure(unit_name(name, record.version))
+            self.operations.forget_failure(record.unit)
         self.fronts.publish_configuration()
         return done(f"{asked.model} removed; its files are kept")
 
     async def prune(self, actor: Actor, asked: PruneModels) -> Effect:
         """Remove all unused versions from the registry."""
-        registry = self.operations.registry
+        registry = self.registry
         pruned = [one for one in registry.current.versions.values() if not self._is_named(one)]
         if not asked.dry_run:
             for one in pruned:
@@ -153,15 +157,14 @@ class ModelAdmin:
 
     async def _withdraw(self, record: VersionRecord) -> None:
         """Make the front processes refuse requests for a version that is not loaded."""
-        unit = _unit(record)
-        self.manager.retirements.unreturned.pop(unit, None)
-        if unit in self.routing.usable:
+        self.manager.retirements.unreturned.pop(record.unit, None)
+        if record.unit in self.routing.usable:
             await self.operations.unload(record, 0.0)
 
     def _is_named(self, record: VersionRecord) -> bool:
         """Return whether a version is in use or can be reached by a name other than NAME@VERSION."""
-        registry = self.operations.registry.current
-        model, unit = registry.models[record.model], _unit(record)
+        registry = self.registry.current
+        model, unit = registry.models[record.model], record.unit
         return (
             record.version in (model.default_version, model.previous_version)
             or any(alias.target == unit for alias in registry.aliases.values())
@@ -199,7 +202,7 @@ class ModelAdmin:
     async def wake(self, actor: Actor, asked: WakeModel) -> Effect:
         """Wake a version. Raises LoadError if the version is not asleep or cannot be woken."""
         record = self._record(asked.model, "woken")
-        parked = self.manager.is_parked_asleep(_unit(record))
+        parked = self.manager.is_parked_asleep(record.unit)
         wake = self.on_demand.load(record) if parked else self.operations.wake(record)
         return await self._perform(wake, lambda: self.states.status(record), asked.wait)
 
@@ -225,7 +228,7 @@ class ModelAdmin:
         UnknownModelError, or ConflictError if there are no such replicas."""
         unit = asked.model
         if not self.manager.is_declared(unit):
-            unit = _unit(self._record(unit, "retried"))
+            unit = self._record(unit, "retried").unit
         before = self.states.state(unit)
         if not (replicas := self.manager.retry(unit)):
             if before[0] in ("available", "failed"):
@@ -248,13 +251,12 @@ class ModelAdmin:
     async def _set_pinned(self, actor: Actor, asked: PinModel | UnpinModel, *, pinned: bool) -> Effect:
         action = action_of(asked).name
         record = self._record(asked.model, "pinned" if pinned else "unpinned")
-        name, version = record.model, record.version
         await committed(
-            self.operations.registry.set_pinned(
-                actor=actor, action=action, model=name, version=version, pinned=pinned
+            self.registry.set_pinned(
+                actor=actor, action=action, model=record.model, version=record.version, pinned=pinned
             )
         )
-        return done(f"{unit_name(name, version)} is {'pinned' if pinned else 'no longer pinned'}")
+        return done(f"{record.unit} is {'pinned' if pinned else 'no longer pinned'}")
 
     # ── default version and aliases ──
 
@@ -269,7 +271,7 @@ class ModelAdmin:
         """Make the previous default version the default again."""
         self.check_declared(asked.name, "rolled back")
         version = self._model(asked.name).previous_version
-        if asked.name in self.operations.registry.current.splits:
+        if asked.name in self.registry.current.splits:
             raise ConflictError(
                 f"the requests for {asked.name!r} are split; end the split with 'appliance models split "
                 f"{asked.name} --clear' or 'appliance models default NAME@VERSION'"
@@ -282,9 +284,9 @@ class ModelAdmin:
         self, actor: Actor, asked: SetDefaultModel | RollbackModel, name: str, version: int
     ) -> Effect:
         action = action_of(asked).name
-        wanted = self._record(unit_name(name, version), "given another default version")
-        former = self._record(unit_name(name, self._model(name).default_version), "")
-        registry = self.operations.registry
+        wanted = self._record(f"{name}@{version}", "given another default version")
+        former = self._record(name, "")
+        registry = self.registry
         if former == wanted and name not in registry.current.splits:
             return Effect(self.states.status(wanted))
 
@@ -299,7 +301,7 @@ class ModelAdmin:
     async def alias(self, actor: Actor, asked: SetAlias) -> Effect:
         """Set or delete an alias. Raises ConflictError if the name is already in use, or if the alias is in
         use and the new target is not loaded."""
-        registry = self.operations.registry
+        registry = self.registry
         if asked.target is None:
             await committed(registry.delete_alias(actor=actor, name=asked.name))
             await self.fronts.routed()
@@ -308,7 +310,7 @@ class ModelAdmin:
         if asked.name in registry.current.models:
             raise ConflictError(f"{asked.name!r} is the name of a model: choose another name for the alias")
         if not self.declared_in(asked.target):
-            unit = _unit(self._record(asked.target, ""))
+            unit = self._record(asked.target, "").unit
             if self.routing.unit_of(asked.name) and unit not in self.routing.usable:
                 raise ConflictError(
                     f"alias {asked.name!r} is in use, but {asked.target} is not loaded; load it first with: "
@@ -338,7 +340,7 @@ class ModelAdmin:
             )
 
     def _model(self, name: str) -> ModelRecord:
-        models = self.operations.registry.current.models
+        models = self.registry.current.models
         if name in models:
             return models[name]
         model, _, version = name.rpartition("@")
@@ -350,7 +352,7 @@ class ModelAdmin:
         raise UnknownModelError(f"the registry has no model {name!r}: {remedy}")
 
     def _versions(self, model: str) -> str:
-        known = self.operations.registry.current.versions_of(model)
+        known = self.registry.current.versions_of(model)
         return f"available versions: {', '.join(str(one.version) for one in known)}"
 
     def _record(self, target: str, changed: str) -> VersionRecord:
@@ -359,15 +361,11 @@ class ModelAdmin:
         name, version = split_target(target)
         for declared in (target, name):
             self.check_declared(declared, changed)
-        model, registry = self._model(name), self.operations.registry.current
+        model, registry = self._model(name), self.registry.current
         record = registry.versions.get((name, model.default_version if version is None else version))
         if record is None:
             raise UnknownModelError(f"model {name!r} has no version {version}; {self._versions(name)}")
         return record
-
-
-def _unit(record: VersionRecord) -> str:
-    return unit_name(record.model, record.version)
 
 
 async def _finish(operation: Awaitable[None]) -> None:

@@ -26,7 +26,7 @@ class ShadowAdmin:
         """Set or end a shadow. Raises UnknownModelError if the name or the target does not exist, and
         ConflictError if the target is not loaded or already answers requests for the name."""
         name, routing = asked.name, self.models.routing
-        registry = self.models.operations.registry
+        registry = self.models.registry
         target = None
         if asked.target is not None:
             if name not in routing.names():
@@ -58,7 +58,7 @@ class ShadowAdmin:
         return models
 
     def _of(self, name: str) -> list[ShadowStatus]:
-        shadow = self.models.operations.registry.current.shadows.get(name)
+        shadow = self.models.registry.current.shadows.get(name)
         if shadow is None:
             return []
         sums = self.results.of(name, self.models.routing.target_unit(shadow.target))

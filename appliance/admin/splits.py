@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from appliance.actions.parameters import SplitModel
 from appliance.admin.effects import Effect, committed, done
 from appliance.admin.models import ModelAdmin
-from appliance.models.routing import split_target, unit_name
+from appliance.models.routing import split_target
 from store.audit import Actor
 from store.errors import ConflictError, UnknownModelError
 
@@ -22,7 +22,7 @@ class SplitAdmin:
     async def split(self, actor: Actor, asked: SplitModel) -> Effect:
         """Set or end a split. Raises UnknownModelError if the name or a target does not exist, and
         ConflictError if the change would leave requests without a loaded model."""
-        name, registry = asked.name, self.models.operations.registry
+        name, registry = asked.name, self.models.registry
         self.models.check_declared(name, "split")
         if name not in registry.current.models and name not in registry.current.aliases:
             raise UnknownModelError(
@@ -53,10 +53,10 @@ class SplitAdmin:
 
     def _default_of(self, name: str) -> str:
         """Return the model or version that answers requests for the name when they are not split."""
-        registry = self.models.operations.registry.current
+        registry = self.models.registry.current
         if (alias := registry.aliases.get(name)) is not None:
             return alias.target
-        return unit_name(name, registry.models[name].default_version)
+        return f"{name}@{registry.models[name].default_version}"
 
     def _check_loaded(self, name: str, targets: list[str]) -> None:
         routing = self.models.routing
@@ -75,7 +75,7 @@ def complete_target(models: ModelAdmin, name: str, given: str) -> str:
     target = f"{name}@{given}" if is_version else given
     if models.routing.target_unit(target):
         return target
-    registry = models.operations.registry.current
+    registry = models.registry.current
     if is_version and name in registry.aliases:
         raise UnknownModelError(
             f"{name!r} is an alias, so the target {given!r} does not say which model it belongs to: write "

@@ -205,6 +205,7 @@ class Service:
         """Return the admin API's backend and the object that performs its actions."""
         serving = self._serving
         models = ModelAdmin(
+            registry=self._state.registry,
             operations=serving.operations,
             swaps=serving.swaps,
             on_demand=serving.on_demand,

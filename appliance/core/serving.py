@@ -93,7 +93,7 @@ class ServingParts:
             files_check=lambda unit: changed_files(registry.current, unit),
             broken=broken,
         )
-        self.routing = Routing(lambda: registry.current, self.models)
+        self.routing = Routing(registry, self.models)
         self.operations = ModelOperations(registry, self.models, self.routing, self.fronts, note, model_flags)
         self.on_demand = OnDemand(
             settings,
@@ -103,7 +103,7 @@ class ServingParts:
             requests=self.requests,
             fronts=self.fronts,
         )
-        self.swaps = VersionSwaps(self.operations, self.models, self.routing, self.fronts, note)
+        self.swaps = VersionSwaps(registry, self.operations, self.models, self.routing, self.fronts, note)
         self.canceller = RequestCanceller(self.requests, self.models)
         self.drains = Drains(
             DrainTools(self.requests, self.fronts, self.canceller.cancel),

@@ -12,7 +12,7 @@ from appliance.models.fit import host_bytes, read_memory
 from appliance.models.manager import ModelManager
 from appliance.models.operations import ModelOperations
 from appliance.models.residency import Bundle
-from appliance.models.routing import Routing, split_target, unit_name, version_key
+from appliance.models.routing import Routing, split_target
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
 
@@ -114,7 +114,7 @@ class Bundles:
         settings = self._manager.settings_of(unit)
         if settings is None:
             return ""
-        record = self._operations.registry.current.versions.get(version_key(unit))
+        record = self._routing.version_of(unit)
         pinned = settings.pinned if record is None else record.settings.get("pinned", False)
         if settings.required:
             return f"{unit!r} is required"
@@ -214,9 +214,8 @@ class Bundles:
     def _unit(self, name: str) -> str:
         """Return the model or version that answers requests for this name, or an empty string if none
         does."""
-        target = self._routing.target_of(name)
-        if target is not None:
-            return unit_name(*target)
+        if (record := self._routing.target_of(name)) is not None:
+            return record.unit
         return name if self._manager.is_declared(name) else ""
 
     # ── memory ──

@@ -43,7 +43,7 @@ from appliance.models.residency import (
     first_waiting,
     next_step,
 )
-from appliance.models.routing import Routing, unit_name, version_key
+from appliance.models.routing import Routing
 from appliance.models.sleep_limit import SleepLimit
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
@@ -114,7 +114,7 @@ class OnDemand:
     async def load(self, record: VersionRecord) -> None:
         """Load a version as `ModelOperations.load` does. If it does not fit into memory, first unload idle
         models that may be unloaded. If it is already being loaded, wait for that load. Raises LoadError."""
-        await self._shared_load(unit_name(record.model, record.version), record)
+        await self._shared_load(record.unit, record)
 
     async def load_declared(self, unit: str) -> None:
         """Load an optional model from the settings. If it does not fit into memory, first unload idle models
@@ -135,7 +135,7 @@ class OnDemand:
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
         """Unload a version as `ModelOperations.unload` does. If the version is being loaded or is waiting for
         a different version to be loaded first, cancel the load."""
-        if (task := self._loads.get(unit_name(record.model, record.version))) is not None:
+        if (task := self._loads.get(record.unit)) is not None:
             task.cancel()
             await asyncio.wait([task])
         await self._operations.unload(record, grace_s)
@@ -182,28 +182,26 @@ class OnDemand:
         """Start accepting requests for a version that is asleep or not loaded, because requests for it are
         waiting in a front. Fronts call this repeatedly while requests are waiting, so a call may be ignored
         while an operation is in progress."""
-        target = self._routing.target_of(name)
-        if target is None:
+        record = self._routing.target_of(name)
+        if record is None or record.unit in self._introducing or record.unit in self._routing.problems:
             return
-        unit = unit_name(*target)
-        if unit not in self._introducing and unit not in self._routing.problems:
-            self._introducing.add(unit)
-            record = self._operations.registry.current.versions[target]
-            self._background.run(self._introduce(unit, record))
+        self._introducing.add(record.unit)
+        self._background.run(self._introduce(record))
 
-    async def _introduce(self, unit: str, record: VersionRecord) -> None:
+    async def _introduce(self, record: VersionRecord) -> None:
         try:
-            if self._routing.sleeps(unit):
-                await self._wake(unit, record)
+            if self._routing.sleeps(record.unit):
+                await self._wake(record)
             await self._operations.introduce(record)
         except LoadError as error:
-            self._fail(unit, str(error))
+            self._fail(record.unit, str(error))
         finally:
-            self._introducing.discard(unit)
+            self._introducing.discard(record.unit)
 
-    async def _wake(self, unit: str, record: VersionRecord) -> None:
+    async def _wake(self, record: VersionRecord) -> None:
         """Wake a sleeping version for which requests are waiting in the fronts. If there is not enough
         memory, unload it, so that it is later loaded like any other model. Raises LoadError."""
+        unit = record.unit
         await self._operations.finish_sleep(unit)
         if unit not in self._operations.asleep:
             return
@@ -230,20 +228,18 @@ class OnDemand:
         """Record which models are in use, and remove from the fronts the versions that are no longer
         needed."""
         self._bundles.observe()
-        versions = self._operations.registry.current.versions
-        for unit in [unit for unit in self._routing.usable if version_key(unit) not in versions]:
+        for unit in [unit for unit in self._routing.usable if self._routing.version_of(unit) is None]:
             # A request introduced the version to the fronts while a command was deleting it.
             self._routing.usable.discard(unit)
             self._background.run(self._manager.unload(unit, 0.0))
-        for unit in [unit for unit in self._bundles.units() if self._is_forgettable(unit)]:
-            self._background.run(self._operations.unload(versions[version_key(unit)], 0.0))
+        for record in filter(None, map(self._routing.version_of, self._bundles.units())):
+            if self._is_forgettable(record):
+                self._background.run(self._operations.unload(record, 0.0))
 
-    def _is_forgettable(self, unit: str) -> bool:
-        times = self._bundles.times(unit)
-        record = self._operations.registry.current.versions.get(version_key(unit))
+    def _is_forgettable(self, record: VersionRecord) -> bool:
+        unit, times = record.unit, self._bundles.times(record.unit)
         return (
-            record is not None
-            and record.loaded_at is None
+            record.loaded_at is None
             and unit in self._routing.usable
             and self._manager.is_parked(unit)
             and not self._manager.of(unit)
@@ -307,8 +303,10 @@ class OnDemand:
 
     async def _introduce_member(self, wanted: Bundle, unit: str) -> None:
         """Let the fronts accept requests for a version that must be loaded together with another one."""
+        if (record := self._routing.version_of(unit)) is None:
+            return  # A command has deleted the version in the meantime.
         try:
-            await self._operations.introduce(self._operations.registry.current.versions[version_key(unit)])
+            await self._operations.introduce(record)
         except LoadError as error:
             self._bundles.incomplete.discard(wanted.units)
             for one in wanted.units:
@@ -412,9 +410,9 @@ class OnDemand:
         """Refuse requests for the model until its next load attempt is due."""
         log.warning("%s could not be loaded on demand: %s", unit, explanation)
         self._routing.failures[unit] = self._routing.problems[unit] = explanation
-        record = self._operations.registry.current.versions.get(version_key(unit))
+        record = self._routing.version_of(unit)
         if record is not None:
-            self._operations.note_failure(unit, record, explanation)
+            self._operations.note_failure(record, explanation)
         if unit in self._requests.state.models:
             self._requests.fail_model(unit, explanation)
         self._fronts.publish_configuration()
@@ -431,7 +429,7 @@ class OnDemand:
     def _repaired(self, unit: str) -> None:
         """Retry a version that failed to load and whose files have since changed. If it is loaded on demand,
         resume accepting its requests. Otherwise, load it now."""
-        record = self._operations.registry.current.versions.get(version_key(unit))
+        record = self._routing.version_of(unit)
         if record is None:
             return
         if unit in self._routing.problems or unit in self._routing.usable:

@@ -23,7 +23,7 @@ from appliance.models.manager import ModelManager
 from appliance.models.manifest import difference, find_problem, not_checked
 from appliance.models.registry import describe
 from appliance.models.restarts import StartTimer, Watch
-from appliance.models.routing import Routing, unit_name, version_key
+from appliance.models.routing import Routing, version_key
 from appliance.settings import ModelSettings
 from store.models import Registry, VersionRecord
 from store.registry import ModelRegistry
@@ -49,7 +49,7 @@ class ModelOperations:
     ) -> None:
         """`note` reports a problem to the operator. `model_flags` holds command-line options, which are the
         defaults for the settings of all versions."""
-        self.registry = registry
+        self._registry = registry
         self.failures = routing.failures
         """Models and versions whose latest load failed, with the reasons."""
         self.draining: set[str] = set()
@@ -81,7 +81,7 @@ class ModelOperations:
 
     def restore(self) -> None:
         """Reload the versions that were loaded when the service stopped."""
-        for record in self.registry.current.versions.values():
+        for record in self._registry.current.versions.values():
             if record.loaded_at is not None:
                 self._background.run(self._restore(record))
 
@@ -94,7 +94,7 @@ class ModelOperations:
             watch.stop()
 
     async def _restore(self, record: VersionRecord) -> None:
-        unit = unit_name(record.model, record.version)
+        unit = record.unit
         if self._manager.is_declared(record.model):
             self._note(unit, "not loaded: the settings declare a model with the same name")
             return
@@ -105,8 +105,9 @@ class ModelOperations:
 
     # ── failures ──
 
-    def note_failure(self, unit: str, record: VersionRecord, reason: str) -> None:
+    def note_failure(self, record: VersionRecord, reason: str) -> None:
         """Record that the version could not be loaded, and call `on_repair` as soon as its files change."""
+        unit = record.unit
         self.forget_failure(unit)
         self.failures[unit] = reason
         self._watches[unit] = watch = StartTimer()
@@ -135,13 +136,13 @@ class ModelOperations:
         default or a target of the model's split, requests for the model wait during the load, unless another
         target can answer them. If the version is already being loaded, wait for that load. If it is asleep,
         wake it. Raises LoadError."""
-        unit = unit_name(record.model, record.version)
+        unit = record.unit
         if unit in self.asleep or unit in self._sleeps:
             await self.wake(record)
             return
         if (unloading := self._unloads.get(unit)) is not None:
             if unit not in self._ending:
-                await self._keep(unit, record, unloading)
+                await self._keep(record, unloading)
                 return
             await asyncio.wait([unloading])
         if unit in self._routing.usable:
@@ -155,7 +156,7 @@ class ModelOperations:
             # The version's replicas have failed since it was loaded. Reload it from scratch.
             self._routing.usable.discard(unit)
             await self._manager.unload(unit, 0.0)
-        task = self._shared(self._loads, unit, lambda: self._load(unit, record))
+        task = self._shared(self._loads, unit, lambda: self._load(record))
         await self._hold_until(task, record)
 
     def _shared(
@@ -174,7 +175,7 @@ class ModelOperations:
         """Wait for a task that makes a version usable. If the version is its model's default version or a
         target of the model's split, requests for the model wait in the meantime. Raises the task's exception,
         or LoadError if the task is cancelled."""
-        registry, unit = self.registry.current, unit_name(record.model, record.version)
+        registry, unit = self._registry.current, record.unit
         split = registry.splits.get(record.model)
         answers = registry.models[record.model].default_version == record.version or (
             split is not None and unit in split.weights
@@ -190,24 +191,25 @@ class ModelOperations:
                 await self._fronts.routed()
         await outcome(task, unit)
 
-    async def _keep(self, unit: str, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
+    async def _keep(self, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
         """Keep a version that was about to be unloaded, and resume routing requests to it."""
         unloading.cancel()
         await asyncio.wait([unloading])
-        self._routing.usable.add(unit)
+        self._routing.usable.add(record.unit)
         await self._store_loaded(record, True)
         await self._fronts.routed()
 
-    async def _load(self, unit: str, record: VersionRecord) -> None:
+    async def _load(self, record: VersionRecord) -> None:
+        unit = record.unit
         self.forget_failure(unit)
         settings = self.settings_of(record.folder, record.settings)
         try:
             async with self._one_at_a_time:
-                await self._start(unit, record, settings)
+                await self._start(record, settings)
         except BaseException as error:
             await self._manager.unload(unit, 0.0)
             if isinstance(error, LoadError) and not isinstance(error, MemoryShortageError):
-                self.note_failure(unit, record, str(error))
+                self.note_failure(record, str(error))
                 log.warning("%s could not be loaded: %s", unit, error)
             raise
         self._routing.usable.add(unit)
@@ -215,21 +217,21 @@ class ModelOperations:
         log.info("%s is loaded", unit)
         await self._fronts.routed()
 
-    async def _start(self, unit: str, record: VersionRecord, settings: ModelSettings) -> None:
+    async def _start(self, record: VersionRecord, settings: ModelSettings) -> None:
         """Start the version's replicas and wait until they and the fronts are ready. Raises LoadError."""
-        served = await self._described(unit, record, settings)
-        await self._check_memory(unit, settings)
+        served = await self._described(record, settings)
+        await self._check_memory(record.unit, settings)
         self._manager.load(served, settings)
-        await self._until_loaded(unit)
-        await self._fronts_ready(unit)
+        await self._until_loaded(record.unit)
+        await self._fronts_ready(record.unit)
 
-    async def _described(self, unit: str, record: VersionRecord, settings: ModelSettings) -> ServedModel:
+    async def _described(self, record: VersionRecord, settings: ModelSettings) -> ServedModel:
         """Compare a version's files with the manifest and return the version's description for the fronts.
         Raises LoadError."""
         await self._check_files(record)
         limit_s = self._manager.load_timeout_s
         try:
-            return await in_own_thread(lambda: describe(unit, settings), limit_s)
+            return await in_own_thread(lambda: describe(record.unit, settings), limit_s)
         except TimeoutError as error:
             raise LoadError(not_checked(record.folder, limit_s)) from error
         except OSError as error:
@@ -274,14 +276,14 @@ class ModelOperations:
     async def introduce(self, record: VersionRecord) -> None:
         """Accept requests for a version without loading it. The fronts read its tokenizer, and its requests
         wait in the queue. Raises LoadError."""
-        unit = unit_name(record.model, record.version)
+        unit = record.unit
         if (unloading := self._unloads.get(unit)) is not None:
             await asyncio.wait([unloading])
         if unit in self._routing.usable or unit in self._loads or self._routing.sleeps(unit):
             return
         settings = self.settings_of(record.folder, record.settings)
         try:
-            self._manager.introduce(await self._described(unit, record, settings), settings)
+            self._manager.introduce(await self._described(record, settings), settings)
             await self._fronts_ready(unit)
         except BaseException:
             await self._manager.unload(unit, 0.0)
@@ -306,7 +308,7 @@ class ModelOperations:
         """Load or wake a model that accepts requests without being loaded. If this fails, raise LoadError and
         leave the model unloaded, without sleeping replicas. However, if the model is in the settings and its
         replicas are waiting for its files to be corrected, they keep waiting."""
-        record = self.registry.current.versions.get(version_key(unit))
+        record = self._routing.version_of(unit)
         async with self._one_at_a_time:
             try:
                 if record is not None:
@@ -326,7 +328,7 @@ class ModelOperations:
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a version, allow its requests `grace_s` seconds to finish, and unload it.
         Any operation in progress on the version is cancelled."""
-        unit = unit_name(record.model, record.version)
+        unit = record.unit
         self.forget_failure(unit)
         for tasks in (self._loads, self._sleeps, self._wakes):
             if (task := tasks.get(unit)) is not None:
@@ -340,16 +342,17 @@ class ModelOperations:
             finally:
                 self.draining.discard(unit)
         if unit in self._routing.usable:
-            self.begin_unload(unit, record, grace_s)
+            self.begin_unload(record, grace_s)
         if (unloading := self._unloads.get(unit)) is not None:
             await asyncio.wait([unloading])
         await self._store_loaded(record, False)
 
-    def begin_unload(self, unit: str, record: VersionRecord, grace_s: float) -> asyncio.Task[None]:
+    def begin_unload(self, record: VersionRecord, grace_s: float) -> asyncio.Task[None]:
         """Stop routing requests to a usable version and return a task that unloads the version."""
+        unit = record.unit
         self._routing.usable.discard(unit)
         self.draining.add(unit)
-        task = asyncio.get_running_loop().create_task(self._drain(unit, record, grace_s))
+        task = asyncio.get_running_loop().create_task(self._drain(record, grace_s))
         self._unloads[unit] = task
 
         def ended(_: object) -> None:
@@ -360,8 +363,9 @@ class ModelOperations:
         task.add_done_callback(ended)
         return task
 
-    async def _drain(self, unit: str, record: VersionRecord, grace_s: float) -> None:
+    async def _drain(self, record: VersionRecord, grace_s: float) -> None:
         """Wait until no request uses the version, then unload it."""
+        unit = record.unit
         await self._fronts.routed()
         await self._store_loaded(record, False)
         await self._finish_requests(unit, grace_s)
@@ -394,7 +398,7 @@ class ModelOperations:
         release its memory. A version that is being woken is put to sleep afterwards. A version that is
         already asleep or going to sleep for a different reason is treated as if this command had put it to
         sleep. Raises LoadError if the version is not loaded or stays awake."""
-        unit = unit_name(record.model, record.version)
+        unit = record.unit
         if (waking := self._wakes.get(unit)) is not None:
             await asyncio.wait([waking])
         if unit in self.asleep:
@@ -402,7 +406,7 @@ class ModelOperations:
         parked = self._manager.is_parked(unit) and unit not in self._manager.parked_host_bytes()
         if unit not in self._sleeps and (parked or unit not in self._routing.usable):
             raise not_loaded(unit)
-        task = self._shared(self._sleeps, unit, lambda: self._sleep(unit, record, grace_s))
+        task = self._shared(self._sleeps, unit, lambda: self._sleep(record, grace_s))
         await outcome(task, unit)
 
     async def finish_sleep(self, unit: str) -> None:
@@ -410,7 +414,8 @@ class ModelOperations:
         if (task := self._sleeps.get(unit)) is not None:
             await asyncio.wait([task])
 
-    async def _sleep(self, unit: str, record: VersionRecord, grace_s: float) -> None:
+    async def _sleep(self, record: VersionRecord, grace_s: float) -> None:
+        unit = record.unit
         self._routing.usable.discard(unit)
         self.draining.add(unit)
         try:
@@ -437,14 +442,14 @@ class ModelOperations:
         """Restore a sleeping version's memory and return when every front can send requests to it. A version
         that is going to sleep is kept awake. Raises MemoryShortageError if there is not enough memory, and
         LoadError for other problems. If waking fails, the version stays asleep."""
-        unit = unit_name(record.model, record.version)
+        unit = record.unit
         if (sleeping := self._sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)
         if unit in self._routing.usable and not self._manager.is_parked(unit):
             return
         if unit not in self.asleep:
             raise LoadError(f"{unit} is not asleep; load it with: appliance models load {unit}")
-        await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(unit, record)), record)
+        await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(record)), record)
 
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
         """If the version is going to sleep but its requests are still running, cancel the operation.
@@ -454,7 +459,8 @@ class ModelOperations:
         await asyncio.wait([sleeping])
         await self._fronts.routed()
 
-    async def _wake(self, unit: str, record: VersionRecord) -> None:
+    async def _wake(self, record: VersionRecord) -> None:
+        unit = record.unit
         async with self._one_at_a_time:
             if problem := await self._manager.sleeping.wake(unit):
                 raise MemoryShortageError(f"{unit} stays asleep: {problem}")
@@ -464,7 +470,7 @@ class ModelOperations:
                 self.asleep.discard(unit)
                 await self._manager.unload(unit, 0.0)
                 if isinstance(error, LoadError):
-                    self.note_failure(unit, record, str(error))
+                    self.note_failure(record, str(error))
                 raise
         self.asleep.discard(unit)
         self._routing.usable.add(unit)
@@ -483,13 +489,13 @@ class ModelOperations:
             await asyncio.sleep(_POLL_S)
 
     async def _store_loaded(self, record: VersionRecord, loaded: bool) -> None:
-        stored = self.registry.set_loaded(record.model, record.version, loaded)
+        stored = self._registry.set_loaded(record.model, record.version, loaded)
         try:
             await asyncio.wrap_future(stored)
         except Exception as error:
             # The version has already been loaded or unloaded. The failure affects only the next start of the
             # service.
-            self._note(f"{record.model}@{record.version}", f"its state could not be stored: {error}")
+            self._note(record.unit, f"its state could not be stored: {error}")
 
 
 def changed_files(registry: Registry, unit: str) -> str:

@@ -12,12 +12,8 @@ import msgspec
 
 from appliance.channel.served_models import Arm, Route, Shadow
 from appliance.models.manager import ModelManager
-from store.models import Registry, SplitRecord
-
-
-def unit_name(model: str, version: int) -> str:
-    """Return a registered version's unit name: NAME@VERSION."""
-    return f"{model}@{version}"
+from store.models import Registry, SplitRecord, VersionRecord
+from store.registry import ModelRegistry
 
 
 def split_target(target: str) -> tuple[str, int | None]:
@@ -39,7 +35,7 @@ class Routing:
     """Derives the routes from the settings and the registry. All methods must be called on the event loop
     thread."""
 
-    def __init__(self, registry: Callable[[], Registry], models: ModelManager) -> None:
+    def __init__(self, registry: ModelRegistry, models: ModelManager) -> None:
         self.usable: set[str] = set()
         """Registered versions that are loaded and known to every front, so names may resolve to them."""
         self.held: set[str] = set()
@@ -57,7 +53,7 @@ class Routing:
 
     def routes(self) -> list[Route]:
         """Return the routes of all names that applications can use."""
-        registry, routes = self._registry(), {}
+        registry, routes = self._registry.current, {}
         for name in self._models.models:
             if self._models.is_declared(name):
                 routes[name] = self._to_unit(name, name)
@@ -76,23 +72,28 @@ class Routing:
 
     def names(self) -> set[str]:
         """Return the names and aliases of all models, loaded or not."""
-        registry = self._registry()
+        registry = self._registry.current
         return {*filter(self._models.is_declared, self._models.models), *registry.models, *registry.aliases}
 
     def unit_of(self, name: str) -> str:
         """Return the model or version that answers requests for the name, or an empty string if none does."""
         return next((route.unit for route in self.routes() if route.name == name), "")
 
-    def target_of(self, name: str) -> tuple[str, int] | None:
-        """Return the registered model and version that a name resolves to, loaded or not. Return None for
-        other names."""
-        registry = self._registry()
+    def version_of(self, unit: str) -> VersionRecord | None:
+        """Return the registered version with this unit name, or None for a model in the settings or a deleted
+        version."""
+        return self._registry.current.versions.get(version_key(unit))
+
+    def target_of(self, name: str) -> VersionRecord | None:
+        """Return the registered version that a name resolves to, loaded or not. Return None for other
+        names."""
+        registry = self._registry.current
         alias = registry.aliases.get(name)
         model, version = split_target(name if alias is None or name in registry.models else alias.target)
         if model not in registry.models or self._models.is_declared(model):
             return None
         version = registry.models[model].default_version if version is None else version
-        return (model, version) if (model, version) in registry.versions else None
+        return registry.versions.get((model, version))
 
     def names_of(self, unit: str) -> list[str]:
         """Return the names that resolve to this model or version."""
@@ -107,11 +108,12 @@ class Routing:
         ignoring splits. Return an empty string if there is no such model or version."""
         if target in self._models.models and self._models.is_declared(target):
             return target
-        registry, (name, version) = self._registry(), split_target(target)
+        registry, (name, version) = self._registry.current, split_target(target)
         if name not in registry.models:
             return ""
         version = registry.models[name].default_version if version is None else version
-        return unit_name(name, version) if (name, version) in registry.versions else ""
+        record = registry.versions.get((name, version))
+        return "" if record is None else record.unit
 
     def answers(self, unit: str) -> bool:
         """True if names can resolve to this model or version: it is loaded and has not failed."""
@@ -121,22 +123,22 @@ class Routing:
     def _of_model(self, registry: Registry, name: str) -> Route | None:
         if (split := registry.splits.get(name)) is not None:
             return self._of_split(split)
-        return self._of_version(registry, name, name, registry.models[name].default_version)
+        return self._of_version(name, registry.versions[name, registry.models[name].default_version])
 
-    def _of_version(self, registry: Registry, name: str, model: str, version: int) -> Route | None:
+    def _of_version(self, name: str, record: VersionRecord) -> Route:
         """Return the route from `name` to a version. While the name is held, its requests wait. Otherwise,
         the first request loads or wakes the version if necessary."""
-        unit, held = unit_name(model, version), name in self.held
+        unit, held = record.unit, name in self.held
         if unit in self.usable and not held:
             return self._to_unit(name, unit)
         return Route(
             name=name,
             unit="",
-            created=int(registry.versions[model, version].created_at),
+            created=int(record.created_at),
             listed=unit not in self.failures,
             on_demand=not held,
             problem="" if held else self.problems.get(unit, ""),
-            fallback=registry.versions[model, version].settings.get("fallback", ""),
+            fallback=record.settings.get("fallback", ""),
         )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
@@ -160,8 +162,8 @@ class Routing:
             return self._to_unit(name, target)
         model, version = split_target(target)
         if version is not None:
-            found = (model, version) in registry.versions
-            return self._of_version(registry, name, model, version) if found else None
+            record = registry.versions.get((model, version))
+            return None if record is None else self._of_version(name, record)
         if model not in registry.models:
             return None
         route = self._of_model(registry, model)

@@ -16,8 +16,9 @@ from appliance.models.front_routes import FrontRoutes
 from appliance.models.load_errors import LoadError, MemoryShortageError
 from appliance.models.manager import ModelManager
 from appliance.models.operations import ModelOperations
-from appliance.models.routing import Routing, unit_name
+from appliance.models.routing import Routing
 from store.models import VersionRecord
+from store.registry import ModelRegistry
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class VersionSwaps:
 
     def __init__(
         self,
+        registry: ModelRegistry,
         operations: ModelOperations,
         manager: ModelManager,
         routing: Routing,
@@ -37,6 +39,7 @@ class VersionSwaps:
         note: Callable[[str, str], None],
     ) -> None:
         """`note` reports a problem to the operator."""
+        self._registry = registry
         self._operations = operations
         self._manager = manager
         self._routing = routing
@@ -65,7 +68,7 @@ class VersionSwaps:
     async def _set_default(
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
-        old, new = (unit_name(one.model, one.version) for one in (former, wanted))
+        old, new = former.unit, wanted.unit
         was_loaded = new in self._routing.usable
         if self._operations.is_loading(old):
             raise LoadError(f"{old} is being loaded: wait until it is ready, or unload it first")
@@ -80,20 +83,20 @@ class VersionSwaps:
             await commit()
         except BaseException:
             if not was_loaded and new in self._routing.usable:
-                self._operations.begin_unload(new, wanted, 0.0)
+                self._operations.begin_unload(wanted, 0.0)
             raise
         await self._fronts.routed()
         log.info("%s is the default of model %s", new, wanted.model)
         if old in self._routing.usable and not self._routing.names_of(old):
-            self._operations.begin_unload(old, former, grace_s)
+            self._operations.begin_unload(former, grace_s)
 
     async def _swap_in_place(
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
         """Swap two versions when only one of them fits into memory. Requests for the model wait in the fronts
         until one of the versions is loaded."""
-        name, old = wanted.model, unit_name(former.model, former.version)
-        aliases = self._operations.registry.current.aliases.values()
+        name, old = wanted.model, former.unit
+        aliases = self._registry.current.aliases.values()
         if names := [alias.name for alias in aliases if alias.target == old]:
             raise LoadError(
                 f"there is not enough memory for two versions, and alias {names[0]!r} refers to {old}: "
@@ -102,7 +105,7 @@ class VersionSwaps:
         log.info("unloading %s before another version of %s is loaded", old, name)
         self._routing.held.add(name)
         try:
-            await asyncio.wait([self._operations.begin_unload(old, former, grace_s)])
+            await asyncio.wait([self._operations.begin_unload(former, grace_s)])
             try:
                 await self._operations.load(wanted)
                 await commit()
@@ -115,9 +118,9 @@ class VersionSwaps:
 
     async def _return_to(self, former: VersionRecord, wanted: VersionRecord) -> None:
         """Reload the previous version after a failed swap."""
-        if unit_name(wanted.model, wanted.version) in self._routing.usable:
+        if wanted.unit in self._routing.usable:
             await self._operations.unload(wanted, 0.0)
         try:
             await self._operations.load(former)
         except LoadError as error:
-            self._note(unit_name(former.model, former.version), f"not reloaded: {error}")
+            self._note(former.unit, f"not reloaded: {error}")

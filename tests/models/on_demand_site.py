@@ -176,7 +176,7 @@ class Site:
         manager: Any = self.manager
         requests: Any = self.requests
         self.manager.capacity = 1
-        self.routing = Routing(lambda: self.world.registry.current, manager)
+        self.routing = Routing(self.world.registry, manager)
         self.fronts = SimulatedFronts(lambda: self.routing)
         self.operations = ModelOperations(
             self.world.registry, manager, self.routing, self.fronts, lambda *_: None, {"device": "cpu"}

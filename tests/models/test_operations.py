@@ -132,7 +132,7 @@ class World:
         self.registry = ModelRegistry(self.control)
         self.manager, self.notes = SimulatedManager(), list[str]()
         manager: Any = self.manager
-        self.routing = Routing(lambda: self.registry.current, manager)
+        self.routing = Routing(self.registry, manager)
         self.fronts = SimulatedFronts(lambda: self.routing)
         self.folders = []
         for number in (1, 2):
@@ -179,7 +179,7 @@ class World:
             await asyncio.wrap_future(changed)
 
         manager: Any = self.manager
-        swaps = VersionSwaps(self.operations, manager, self.routing, self.fronts, self.note)
+        swaps = VersionSwaps(self.registry, self.operations, manager, self.routing, self.fronts, self.note)
         await swaps.set_default(former, self.version(number), commit, WITHIN_S)
 
     async def until(self, condition: Callable[[], bool]) -> None:
