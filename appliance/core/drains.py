@@ -26,6 +26,8 @@ from appliance.traffic.request_manager import RequestManager
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
+_ANNOUNCED_WITHIN_S = 2.0
+"""A drain proceeds without the fronts that have not reported "not ready" after this many seconds."""
 _ABORT_WITHIN_S = 3.0
 """When the service stops, fronts have this many seconds to end requests that outlast the grace period."""
 STOPPING = "the service is stopping"
@@ -37,8 +39,9 @@ class FrontConfiguration(Protocol):
     def publish_configuration(self) -> None:
         """Send configuration changes to the fronts."""
 
-    async def configured(self) -> None:
-        """Send configuration changes to the fronts and wait until all fronts have applied the changes."""
+    async def applied(self, timeout_s: float) -> bool:
+        """Send configuration changes to the fronts and wait until all fronts have applied the changes. Return
+        False if this takes longer than `timeout_s` seconds."""
 
 
 class DrainTools(NamedTuple):
@@ -125,7 +128,7 @@ class Drain:
         """Run the drain, from its announcement until no requests remain."""
         requests = self._tools.requests
         if not self._announced:
-            await self._tools.fronts.configured()
+            await self._tools.fronts.applied(_ANNOUNCED_WITHIN_S)
             await self._poll(lambda: False, self._notice_s)
         requests.pause_admission(self.model, self.reason, hold=self.hold)
         self.state, self._grace_ends_at = "draining", time.monotonic() + self.grace_s

@@ -94,7 +94,9 @@ class ServingParts:
             broken=broken,
         )
         self.routing = Routing(registry, self.models)
-        self.operations = ModelOperations(registry, self.models, self.routing, self.fronts, note, model_flags)
+        self.operations = ModelOperations(
+            registry, self.models, self.requests.state, self.routing, self.fronts, note, model_flags
+        )
         self.on_demand = OnDemand(
             settings,
             operations=self.operations,

@@ -129,7 +129,7 @@ class Front:
         child = self._child
         if self.operator_state != "ready" or child is None or not self._receives_connections:
             return False
-        return child.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < self._max_untaken
+        return child.channel.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < self._max_untaken
 
     @property
     def has_capacity(self) -> bool:
@@ -197,7 +197,7 @@ class Front:
     def send(self, message: CoreToFront) -> None:
         """Send a message to the front process if it is running."""
         if self._child is not None:
-            self._child.send(message)
+            self._child.channel.send(message)
 
     def configure(self, configure: Configure) -> None:
         """Send the configuration to the front process."""
@@ -209,7 +209,7 @@ class Front:
         OSError if too many files are open."""
         try:
             if self._child is not None:
-                self._child.send(AttachReplica(replica, model), (descriptor,))
+                self._child.channel.send(AttachReplica(replica, model), (descriptor,))
         finally:
             os.close(descriptor)
 
@@ -218,7 +218,7 @@ class Front:
         files are open; the caller then still owns the connection."""
         assert self._child is not None
         connection = msgspec.structs.replace(untaken.connection, number=self._given + 1)
-        self._child.send(connection, tuple(untaken.descriptors))
+        self._child.channel.send(connection, tuple(untaken.descriptors))
         self._given += 1
         self._untaken[self._given] = untaken
 
@@ -316,7 +316,7 @@ class Front:
         try:
             if self._child is not None:
                 for _ in range(count):
-                    taken.append(self._child.take_fd())
+                    taken.append(self._child.channel.take_fd())
         except LookupError:
             while taken:
                 os.close(taken.pop())

@@ -10,7 +10,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 
-from appliance.channel.core_messages import CoreToFront
 from appliance.channel.front_messages import FrontToCore
 from appliance.protocol import LogLevel
 from engine.client import Channel, ChildLog, module_command, module_environment, socketpair
@@ -20,7 +19,7 @@ _DYING_S = 0.5
 
 
 class FrontChild:
-    """A running front process, and the core's end of its control channel."""
+    """A running front process."""
 
     def __init__(
         self,
@@ -60,22 +59,10 @@ class FrontChild:
             undo.pop_all()
         self.pid = self._process.pid
         self._log.listen()
-        self._channel: Channel[FrontToCore] = Channel(ours, FrontToCore)
-        self._channel.listen(on_message, lambda: self.kill_soon("it closed its channel to the core"))
+        self.channel: Channel[FrontToCore] = Channel(ours, FrontToCore)
+        """The core's end of the process's control channel."""
+        self.channel.listen(on_message, lambda: self.kill_soon("it closed its channel to the core"))
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Number of bytes queued for the process but not yet accepted by its control channel."""
-        return self._channel.backlog_bytes
-
-    def send(self, message: CoreToFront, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a message to the process. The caller must still close its own copies of the descriptors."""
-        self._channel.send(message, descriptors)
-
-    def take_fd(self) -> int:
-        """Return the next file descriptor sent by the process, as `Channel.take_fd` does."""
-        return self._channel.take_fd()
 
     def kill(self, reason: str) -> None:
         """Kill the process immediately, unless it has exited."""
@@ -92,10 +79,10 @@ class FrontChild:
     def _exited(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         # The channel may still contain messages sent by the process before it exited.
-        for message in self._channel.read():
+        for message in self.channel.read():
             self._on_message(message)
-        self._channel.close()
-        self._channel.release_fds()
+        self.channel.close()
+        self.channel.release_fds()
         self._log.finish()
         returncode = self._process.wait()
         os.close(self._pidfd)

@@ -47,9 +47,6 @@ from appliance.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_CONFIGURED_WITHIN_S = 2.0
-"""Maximum time, in seconds, to wait for fronts to apply a configuration. After this time, the caller proceeds
-without the remaining fronts."""
 _ROUTED_WITHIN_S = 20.0
 """Time limit, in seconds, for a front to confirm that it uses new routes. A confirmation normally takes
 milliseconds."""
@@ -214,15 +211,6 @@ class FrontPool:
         self._sent_configuration = msgspec.structs.replace(now, serial=self._serial)
         for front in self.fronts:
             self._configure(front)
-
-    async def configured(self) -> None:
-        """Send the configuration to every front and wait a limited time for every ready front to apply it."""
-        self.publish_configuration()
-        deadline = time.monotonic() + _CONFIGURED_WITHIN_S
-        while time.monotonic() < deadline and any(
-            front.state == "ready" and front.configured < self._serial for front in self.fronts
-        ):
-            await asyncio.sleep(0.005)
 
     async def applied(self, timeout_s: float) -> bool:
         """Send the configuration to every front and wait until every ready front has applied it and loaded

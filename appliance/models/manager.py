@@ -371,10 +371,6 @@ class ModelManager:
         """Time limit in seconds for checking a model's files, and for a load that makes no progress."""
         return self._settings().load_timeout_s
 
-    def finished(self, unit: str) -> bool:
-        """Return whether all requests for the model have finished."""
-        return self._requests.state.finished(unit)
-
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
         """Return how much memory is missing to run `count` more replicas with these settings alongside the
         running replicas. By default, `count` is the number of replicas that a load would start."""
@@ -402,11 +398,6 @@ class ModelManager:
             for one in replicas
         ]
         return await asyncio.to_thread(shortage_to_wake, needs)
-
-    async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return why `count` replicas with these settings cannot run alongside the running replicas, or an
-        empty string if they can."""
-        return (await self.shortage(settings, count)).reason
 
     # ── autoscaling (ScaledModels) ──
 

@@ -25,6 +25,7 @@ from appliance.models.registry import describe
 from appliance.models.restarts import StartTimer, Watch
 from appliance.models.routing import Routing, version_key
 from appliance.settings import ModelSettings
+from appliance.traffic.state import TrafficState
 from store.models import Registry, VersionRecord
 from store.registry import ModelRegistry
 
@@ -42,6 +43,7 @@ class ModelOperations:
         self,
         registry: ModelRegistry,
         manager: ModelManager,
+        traffic: TrafficState,
         routing: Routing,
         fronts: FrontRoutes,
         note: Callable[[str, str], None],
@@ -61,6 +63,7 @@ class ModelOperations:
         self._watches: dict[str, StartTimer] = {}
         """Timers that watch the files of versions that failed to load."""
         self._manager = manager
+        self._traffic = traffic
         self._routing = routing
         self._fronts = fronts
         self._note = note
@@ -377,7 +380,7 @@ class ModelOperations:
         """Wait up to `grace_s` seconds for the version's requests to finish. Return whether they have."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
-        while self._fronts.prepares(unit) or not self._manager.finished(unit):
+        while self._fronts.prepares(unit) or not self._traffic.finished(unit):
             if loop.time() >= deadline:
                 return False
             await asyncio.sleep(_POLL_S)
@@ -454,7 +457,7 @@ class ModelOperations:
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
         """If the version is going to sleep but its requests are still running, cancel the operation.
         Otherwise, wait for it to complete."""
-        if not self._manager.finished(unit):
+        if not self._traffic.finished(unit):
             sleeping.cancel()
         await asyncio.wait([sleeping])
         await self._fronts.routed()

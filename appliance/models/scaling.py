@@ -12,6 +12,7 @@ from typing import Protocol
 
 from appliance.background import Background
 from appliance.models.autoscaler import Autoscaler, Decision, ModelLoad, ScalingRules
+from appliance.models.fit import MemoryShortage
 from appliance.models.replica import Replica
 from appliance.protocol import ScalingChange, ScalingStatus
 from appliance.settings import AutoscalingSettings, ModelSettings
@@ -37,8 +38,8 @@ class ScaledModels(Protocol):
     def begin_change(self, unit: str) -> None:
         """Start or stop replicas until the model has its target number of replicas."""
 
-    async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return why `count` more replicas do not fit into memory, or an empty string if they do."""
+    async def shortage(self, settings: ModelSettings, count: int) -> MemoryShortage:
+        """Return how much memory is missing to run `count` more replicas."""
 
 
 class _Scaled:
@@ -165,7 +166,8 @@ class ModelScaling:
         # Subtract only ready replicas, because starting replicas have not allocated all of their memory yet.
         ready = sum(replica.answers for replica in self._models.of(unit))
         while wanted > former:
-            if not (found := await self._models.shortage_beside(settings, wanted - min(ready, former))):
+            shortage = await self._models.shortage(settings, wanted - min(ready, former))
+            if not (found := shortage.reason):
                 break
             wanted, refusal = wanted - 1, found
         return wanted, refusal

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from appliance.background import wait_until
+from appliance.models.fit import MemoryShortage
 from appliance.models.parking import Parked
 from appliance.models.replica import Replica
 from appliance.models.retirement import ReplicaRetirements
@@ -44,9 +45,9 @@ class ChangedUnits(Protocol):
     def is_parked_asleep(self, unit: str) -> bool:
         """Return whether the model is parked and all its replicas are asleep."""
 
-    async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return why `count` replicas with these settings cannot run alongside the running ones, or an empty
-        string if they can."""
+    async def shortage(self, settings: ModelSettings, count: int) -> MemoryShortage:
+        """Return how much memory is missing to run `count` replicas with these settings alongside the running
+        ones."""
 
 
 class UnitChanges:
@@ -173,7 +174,7 @@ class UnitChanges:
         """Replace a replica with one that has the target settings. Return False if the settings cannot be
         loaded."""
         if len(current) < self._scaling.count(old.model, wanted):
-            if refusal := await self._units.shortage_beside(wanted):
+            if refusal := (await self._units.shortage(wanted, 1)).reason:
                 log.warning("stopping %s before loading its replacement: %s", old.name, refusal)
                 self._note(old.name, f"stopped before its replacement was loaded: {refusal}")
                 await self._retirements.retire(old)

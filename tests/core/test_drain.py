@@ -52,10 +52,11 @@ class FakeService:
     def publish_configuration(self) -> None:
         self.told.append("publish")
 
-    async def configured(self) -> None:
+    async def applied(self, timeout_s: float) -> bool:
         self.told.append("announce")
         await self.fronts_know.wait()
         self.told.append("fronts know")
+        return True
 
     def cancel(self, request_id: str, message: str) -> bool:
         self.told.append(f"cancel {request_id}: {message}")

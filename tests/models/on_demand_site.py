@@ -17,7 +17,6 @@ from appliance.channel.served_models import ServedModel
 from appliance.models import bundles, on_demand
 from appliance.models.fit import MemoryShortage
 from appliance.models.on_demand import OnDemand
-from appliance.models.operations import ModelOperations
 from appliance.models.routing import Routing
 from appliance.settings import ModelSettings, Settings
 from appliance.settings.fields import OnDemandSettings
@@ -166,31 +165,25 @@ class Requests:
         self.state.models[unit].failure = None
 
 
-class Site:
+class Site(World):
     """A registry with two versions of the model `chat`, models in the settings, and memory for one unit."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        self.world = World(folder)
-        self.requests = Requests()
-        self.manager = Manager(self.requests, settings.models)
-        manager: Any = self.manager
-        requests: Any = self.requests
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        fronts: Callable[[Callable[[], Routing]], SimulatedFronts] = SimulatedFronts,
+    ) -> None:
+        self.requests: Any = Requests()
+        super().__init__(folder, Manager(self.requests, settings.models), fronts)
         self.manager.capacity = 1
-        self.routing = Routing(self.world.registry, manager)
-        self.fronts = SimulatedFronts(lambda: self.routing)
-        self.operations = ModelOperations(
-            self.world.registry, manager, self.routing, self.fronts, lambda *_: None, {"device": "cpu"}
-        )
-        world: Any = self.world
-        world.operations, world.manager = self.operations, self.manager
-        world.routing, world.fronts = self.routing, self.fronts
         self.now, self.settings = 10_000.0, settings
         self.on_demand = OnDemand(
             lambda: self.settings,
             operations=self.operations,
-            manager=manager,
+            manager=self.manager,
             routing=self.routing,
-            requests=requests,
+            requests=self.requests,
             fronts=self.fronts,
             clock=lambda: self.now,
         )
@@ -250,7 +243,7 @@ def play(site: Site, scenario: Callable[[], Any]) -> None:
     try:
         run(started)
     finally:
-        site.world.control.close()
+        site.control.close()
 
 
 @pytest.fixture(autouse=True)

@@ -96,7 +96,7 @@ def test_a_change_of_its_files_ends_the_failure_of_a_model(
         site.manager.broken.add("chat@1")
         if by_command:
             with pytest.raises(LoadError, match="the weights are broken"):
-                await site.on_demand.load(site.world.version(1))
+                await site.on_demand.load(site.version(1))
         else:
             site.on_demand.wanted("chat")
             await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the introduction")
@@ -105,7 +105,7 @@ def test_a_change_of_its_files_ends_the_failure_of_a_model(
         site.manager.broken.clear()
         await asyncio.sleep(0.1)
         assert not site.routing.routes()[0].listed
-        os.utime(site.world.folders[0] / "config.json", (0, 0))  # as if the file had been copied again
+        os.utime(site.folders[0] / "config.json", (0, 0))  # as if the file had been copied again
         await site.until(lambda: site.routing.routes()[0].listed, "the listing")
         if by_command:
             await site.loaded("chat@1")
@@ -121,7 +121,7 @@ def test_an_unload_cancels_every_load_of_the_version_also_one_that_waits(tmp_pat
     async def scenario() -> None:
         site.manager.capacity = 2
         site.manager.slow.add("chat@1")
-        first, second = site.world.version(1), site.world.version(2)
+        first, second = site.version(1), site.version(2)
         loads = [asyncio.ensure_future(site.on_demand.load(one)) for one in (first, first, second)]
         await site.until(lambda: "chat@1" in site.manager.models, "the first load")
         assert site.on_demand.is_loading("chat@1") and site.on_demand.is_loading("chat@2")
@@ -181,7 +181,7 @@ def test_a_command_unloads_idle_models_to_free_memory_but_no_pinned_ones(tmp_pat
 
     async def scenario() -> None:
         await site.loaded("b")
-        loading = asyncio.ensure_future(site.on_demand.load(site.world.version(1)))
+        loading = asyncio.ensure_future(site.on_demand.load(site.version(1)))
         await site.until(loading.done, "the load")
         await loading
         assert site.manager.is_parked("a") and site.manager.loaded("b")
@@ -264,7 +264,7 @@ def test_a_request_wakes_a_sleeping_version_or_loads_it_again_if_it_does_not_fit
     tmp_path: Path, fits: bool
 ) -> None:
     site = Site(tmp_path, Settings())
-    version = site.world.version(1)
+    version = site.version(1)
 
     async def scenario() -> None:
         await site.operations.load(version)
@@ -305,9 +305,9 @@ def test_a_parked_version_becomes_the_default_after_the_other_has_left_the_memor
     site = Site(tmp_path, Settings())
 
     async def scenario() -> None:
-        await site.operations.load(site.world.version(1))
-        await site.operations.introduce(site.world.version(2))
-        await site.world.make_default(2)
+        await site.operations.load(site.version(1))
+        await site.operations.introduce(site.version(2))
+        await site.make_default(2)
         assert site.manager.history == ["load chat@1", "unload chat@1", "load chat@2"]
 
     play(site, scenario)

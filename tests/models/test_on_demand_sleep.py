@@ -34,14 +34,14 @@ def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(
 
 def test_a_command_keeps_a_version_asleep_that_sleeps_without_one(tmp_path: Path) -> None:
     site = Site(tmp_path, sleepy())
-    version = site.world.version(1)
+    version = site.version(1)
 
     async def scenario() -> None:
         await site.operations.load(version)
         site.manager.park("chat@1", asleep=True)
         await site.operations.sleep(version, 60.0)
         assert site.operations.asleep == {"chat@1"} and site.manager.parked_host_bytes() == {}
-        assert not site.routing.unit_of("chat") and site.world.version(1).loaded_at is None
+        assert not site.routing.unit_of("chat") and site.version(1).loaded_at is None
         await site.on_demand.load(version)
         assert site.routing.unit_of("chat") == "chat@1"
         assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1"]
@@ -54,7 +54,7 @@ def test_a_command_keeps_a_version_asleep_that_sleeps_without_one(tmp_path: Path
 
 def test_a_version_that_was_unloaded_without_a_command_cannot_be_woken(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings())
-    version = site.world.version(1)
+    version = site.version(1)
 
     async def scenario() -> None:
         await site.operations.load(version)
@@ -71,9 +71,9 @@ def test_a_version_that_sleeps_because_of_a_command_is_not_in_memory(tmp_path: P
     site = Site(tmp_path, Settings())
 
     async def scenario() -> None:
-        await site.operations.load(site.world.version(1))
+        await site.operations.load(site.version(1))
         assert site.on_demand.stats("chat@1").in_memory
-        await site.operations.sleep(site.world.version(1), 60.0)
+        await site.operations.sleep(site.version(1), 60.0)
         assert not site.on_demand.stats("chat@1").in_memory
 
     play(site, scenario)
@@ -184,10 +184,10 @@ def test_a_sleeping_version_that_can_only_be_loaded_on_other_gpus_becomes_the_de
     site.manager.cannot_wake, site.manager.capacity = True, 2
 
     async def scenario() -> None:
-        await site.operations.load(site.world.version(1))
-        await site.operations.introduce(site.world.version(2))
+        await site.operations.load(site.version(1))
+        await site.operations.introduce(site.version(2))
         site.manager.park("chat@2", asleep=True)
-        await site.world.make_default(2)
+        await site.make_default(2)
         await site.until(lambda: "chat@1" not in site.manager.models, "the end of the former version")
         assert site.manager.history[2:] == ["park chat@2", "load chat@2", "unload chat@1"]
 

@@ -126,14 +126,18 @@ class SimulatedFronts:
 class World:
     """A registry with two versions of the model `chat`. Version 1 is the default."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manager: Any = None,
+        fronts: Callable[[Callable[[], Routing]], SimulatedFronts] = SimulatedFronts,
+    ) -> None:
         self.control = ControlStore(folder / "control.db")
         self.control.start()
         self.registry = ModelRegistry(self.control)
-        self.manager, self.notes = SimulatedManager(), list[str]()
-        manager: Any = self.manager
-        self.routing = Routing(self.registry, manager)
-        self.fronts = SimulatedFronts(lambda: self.routing)
+        self.manager, self.notes = manager or SimulatedManager(), list[str]()
+        self.routing = Routing(self.registry, self.manager)
+        self.fronts = fronts(lambda: self.routing)
         self.folders = []
         for number in (1, 2):
             checkpoint = folder / f"chat-{number}"
@@ -149,11 +153,12 @@ class World:
             ).result(WITHIN_S)
         self.operations = ModelOperations(
             self.registry,
-            manager,
+            self.manager,
+            self.manager,  # knows which versions have unfinished requests
             self.routing,
             self.fronts,
             self.note,
-            {},
+            {"device": "cpu"},
         )
 
     def note(self, where: str, description: str) -> None:
@@ -178,8 +183,9 @@ class World:
             )
             await asyncio.wrap_future(changed)
 
-        manager: Any = self.manager
-        swaps = VersionSwaps(self.registry, self.operations, manager, self.routing, self.fronts, self.note)
+        swaps = VersionSwaps(
+            self.registry, self.operations, self.manager, self.routing, self.fronts, self.note
+        )
         await swaps.set_default(former, self.version(number), commit, WITHIN_S)
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from appliance.models.fit import MemoryShortage
 from appliance.models.scaling import ModelScaling
 from appliance.settings import AutoscalingSettings, ModelSettings
 
@@ -23,7 +24,6 @@ class World:
         self.running = {"m": 1, "fixed": 1}
         self.capacity = 10
         """Number of additional replicas that fit into memory."""
-        self.asked: list[int] = []
         self.notes: list[str] = []
         traffic: Any = SimpleNamespace(
             demand=lambda: self.demand,
@@ -49,9 +49,8 @@ class World:
     def begin_change(self, unit: str) -> None:
         self.running[unit] = self.scaling.count(unit, self.settings[unit])
 
-    async def shortage_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        self.asked.append(count)
-        return f"{count} replicas need 9 GB" if count > self.capacity else ""
+    async def shortage(self, settings: ModelSettings, count: int) -> MemoryShortage:
+        return MemoryShortage(1, f"{count} replicas need 9 GB") if count > self.capacity else MemoryShortage()
 
     async def advance(self, seconds: int) -> None:
         for _ in range(seconds):

@@ -4,6 +4,7 @@ catalog and the core's operations are real; the test passes the messages between
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from appliance.channel.identity import Identity
 from appliance.channel.served_models import ServedModel
 from appliance.front.errors import ApiError
 from appliance.front.models import Catalog, LoadedModel
-from appliance.models.on_demand import OnDemand
-from appliance.models.operations import ModelOperations
+from appliance.models.routing import Routing
 from appliance.settings import Settings
 from tests.models.on_demand_site import Site, play, served
 from tests.models.test_operations import SimulatedFronts
@@ -26,21 +26,20 @@ class OneFront(SimulatedFronts):
     """A stand-in for a service with one front. The front receives new routes immediately, but confirms the
     routes to a model only while `confirms` is set."""
 
-    def __init__(self, site: WaitingSite) -> None:
-        super().__init__(lambda: site.routing)
+    def __init__(self, routing: Callable[[], Routing]) -> None:
+        super().__init__(routing)
         self.catalog = Catalog()
         self.catalog.max_held, self.catalog.hold_timeout_s = 10, 60.0
         self.confirms = asyncio.Event()
         self.confirms.set()
-        self._site = site
 
     def publish_configuration(self) -> None:
         super().publish_configuration()
-        self.catalog.route(self._site.routing.routes())
+        self.catalog.route(self._routing().routes())
 
     async def routed(self) -> None:
         await super().routed()
-        if self._site.routing.unit_of("chat"):
+        if self._routing().unit_of("chat"):
             await self.confirms.wait()
 
 
@@ -48,41 +47,26 @@ class WaitingSite(Site):
     """A site with one front."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, Settings())
-        self.front = OneFront(self)
-        manager: Any = self.manager
-        requests: Any = self.requests
-        self.operations = ModelOperations(
-            self.world.registry, manager, self.routing, self.front, lambda *_: None, {"device": "cpu"}
-        )
-        self.on_demand = OnDemand(
-            Settings,
-            operations=self.operations,
-            manager=manager,
-            routing=self.routing,
-            requests=requests,
-            fronts=self.front,
-            clock=lambda: self.now,
-        )
+        super().__init__(folder, Settings(), OneFront)
 
     def request(self, disconnected: bool = False) -> asyncio.Task[LoadedModel]:
         """Send a request to the front."""
-        found = self.front.catalog.find("chat", IDENTITY, lambda: disconnected)
+        found = self.fronts.catalog.find("chat", IDENTITY, lambda: disconnected)
         return asyncio.get_running_loop().create_task(found)
 
     def report(self) -> None:
         """Pass one report of the front to the core."""
-        for name in self.front.catalog.wanted:
+        for name in self.fronts.catalog.wanted:
             self.on_demand.wanted(name)
 
     async def start(self) -> None:
         """Load version 1."""
-        await self.front.catalog.replace([served("chat@1")])
-        await self.operations.load(self.world.version(1))
+        await self.fronts.catalog.replace([served("chat@1")])
+        await self.operations.load(self.version(1))
 
     async def begin_sleep(self) -> asyncio.Task[None]:
         """Start putting version 1 to sleep, and wait until no route leads to it."""
-        sleeping = asyncio.ensure_future(self.operations.sleep(self.world.version(1), 60.0))
+        sleeping = asyncio.ensure_future(self.operations.sleep(self.version(1), 60.0))
         await self.until(lambda: not self.routing.unit_of("chat"), "the new routes")
         return sleeping
 
@@ -102,11 +86,11 @@ def test_a_request_wakes_a_version_that_sleeps(site: WaitingSite) -> None:
         await site.start()
         await (await site.begin_sleep())
         waiting = site.request()
-        await site.until(lambda: site.front.catalog.wanted == ("chat",), "the request")
+        await site.until(lambda: site.fronts.catalog.wanted == ("chat",), "the request")
         site.report()
         assert (await waiting).unit == "chat@1"
         assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1"]
-        assert site.front.catalog.wanted == ()
+        assert site.fronts.catalog.wanted == ()
 
     play(site, scenario)
 
@@ -117,7 +101,7 @@ def test_a_request_that_arrives_before_the_version_sleeps_wakes_it_afterwards(si
         site.manager.busy.add("chat@1")
         sleeping = await site.begin_sleep()
         waiting = site.request()
-        await site.until(lambda: site.front.catalog.wanted == ("chat",), "the request")
+        await site.until(lambda: site.fronts.catalog.wanted == ("chat",), "the request")
         site.report()
         await asyncio.sleep(0.05)
         assert site.manager.history == ["load chat@1"] and not waiting.done()
@@ -137,15 +121,15 @@ def test_a_request_that_the_core_ignores_is_reported_again_and_wakes_the_version
         await site.start()
         await (await site.begin_sleep())
         first = site.request()
-        await site.until(lambda: site.front.catalog.wanted == ("chat",), "the first request")
-        site.front.confirms.clear()
+        await site.until(lambda: site.fronts.catalog.wanted == ("chat",), "the first request")
+        site.fronts.confirms.clear()
         site.report()
         assert (await first).unit == "chat@1"
         sleeping = await site.begin_sleep()
         second = site.request()
-        await site.until(lambda: site.front.catalog.wanted == ("chat",), "the second request")
+        await site.until(lambda: site.fronts.catalog.wanted == ("chat",), "the second request")
         site.report()
-        site.front.confirms.set()
+        site.fronts.confirms.set()
         await sleeping
         await asyncio.sleep(0.05)
         twice = ["load chat@1", "sleep chat@1", "wake chat@1", "sleep chat@1"]
@@ -163,6 +147,6 @@ def test_a_request_whose_client_has_disconnected_wakes_nothing(site: WaitingSite
         await (await site.begin_sleep())
         with pytest.raises(ApiError):
             await site.request(disconnected=True)
-        assert site.front.catalog.wanted == ()
+        assert site.fronts.catalog.wanted == ()
 
     play(site, scenario)
