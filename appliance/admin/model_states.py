@@ -95,10 +95,10 @@ class ModelStates:
 
     def state(self, unit: str) -> tuple[VersionState, str]:
         """Return the state of a model or version, with an explanation."""
-        if unit in self.operations.draining or self.operations.is_falling_asleep(unit):
+        if unit in self.operations.draining or unit in self.operations.sleeps:
             return "draining", "finishing its requests"
         replicas = self.manager.of(unit)
-        asleep = unit in self.operations.asleep and not self.operations.is_waking(unit)
+        asleep = unit in self.operations.asleep and unit not in self.operations.wakes
         if asleep or self.manager.is_parked_asleep(unit):
             return "sleeping", next(filter(None, map(replica_detail, replicas)), "")
         if self.manager.is_parked(unit):
@@ -114,11 +114,11 @@ class ModelStates:
         if usable and any(replica.answers for replica in replicas):
             return "ready", ""
         if self.on_demand.is_loading(unit) and not replicas:
-            return "loading", "" if self.operations.is_loading(unit) else _WAITS
-        if failure := self.manager.failure(unit) or self.operations.failures.get(unit, ""):
+            return "loading", "" if unit in self.operations.loads else _WAITS
+        if failure := self.manager.failure(unit) or self.routing.failures.get(unit, ""):
             remedy = self.manager.remedy(unit)
             return "failed", f"{failure}: {remedy}" if remedy else failure
-        if replicas or self.operations.is_loading(unit) or usable:
+        if replicas or unit in self.operations.loads or usable:
             return "loading", next(filter(None, map(replica_detail, replicas)), "")
         return "available", self.manager.retirements.unreturned.get(unit, "")
 

@@ -370,7 +370,7 @@ class ModelAdmin:
 
 async def _finish(operation: Awaitable[None]) -> None:
     """Wait for an operation whose caller has already received a response."""
-    with contextlib.suppress(LoadError):  # `ModelOperations.failures` keeps the reason
+    with contextlib.suppress(LoadError):  # `Routing.failures` keeps the reason
         await operation
 
 

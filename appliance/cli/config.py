@@ -32,7 +32,7 @@ def check(file: str | None, *, as_json: bool) -> int:
     from appliance.models.preflight import check_model
     from appliance.models.readable import service_user
     from appliance.models.references import fallback_faults, stored_registry
-    from appliance.models.registry import model_faults, model_warnings
+    from appliance.models.registry import model_faults
 
     faults: list[Fault] = []
     warnings: list[Fault] = []
@@ -44,7 +44,7 @@ def check(file: str | None, *, as_json: bool) -> int:
         findings = {
             name: check_model(model, memory, reader) for name, model in loaded.settings.models.items()
         }
-        faults, warnings = model_faults(loaded, findings), model_warnings(loaded, findings)
+        faults, warnings = model_faults(loaded, findings), model_faults(loaded, findings, "warning")
         try:
             faults += fallback_faults(loaded, stored_registry(loaded.settings.state_dir))
         except StoreError as error:

@@ -21,7 +21,7 @@ from appliance.host.logs import configure_logging
 from appliance.http.sockets import ListenError
 from appliance.models.preflight import problem_of
 from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
-from appliance.models.registry import model_faults, model_warnings
+from appliance.models.registry import model_faults
 from appliance.models.replica import Launch
 from appliance.rundir import RunDirError
 from appliance.settings import Flags, Loaded, SettingsError, read_settings
@@ -133,7 +133,7 @@ def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
     models can be served."""
     models = loaded.settings.models
     findings = checks.files(models)
-    for warning in model_warnings(loaded, findings):
+    for warning in model_faults(loaded, findings, "warning"):
         log.warning("%s", warning)
     faults = model_faults(loaded, findings)
     if models and len(faults) == len(models):

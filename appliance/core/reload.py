@@ -18,9 +18,9 @@ from appliance.http.sockets import ListenError
 from appliance.models.manager import ModelManager
 from appliance.models.preflight_process import Check
 from appliance.models.references import fallback_faults, unknown_targets
-from appliance.models.registry import describe_models, model_faults, model_warnings
+from appliance.models.registry import describe_models, model_faults
 from appliance.protocol import Configuration, Reloaded
-from appliance.settings import Fault, Loaded, Place, Settings, SettingsError, dotted
+from appliance.settings import Fault, Loaded, Place, Settings, SettingsError
 from appliance.settings.files import DROP_INS
 from appliance.settings.table import as_table, differences
 from store.models import Registry
@@ -144,7 +144,7 @@ class Reloader:
             or known[name].chat_template != model.chat_template
         }
         findings = await asyncio.to_thread(self.check_models, changed)
-        for warning in model_warnings(loaded, findings):
+        for warning in model_faults(loaded, findings, "warning"):
             log.warning("%s", warning)
         if faults := model_faults(loaded, findings):
             raise SettingsError(*faults)
@@ -199,11 +199,10 @@ def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
         if name in registry.models or name in registry.aliases:
             kind = "a model" if name in registry.models else "an alias"
             faults.append(
-                Fault(
-                    place=loaded.places.get(("models", name), Place("default")),
-                    field=dotted(("models", name)),
-                    description=f"the registry already has {kind} named {name!r}",
-                    remedy="choose another name, or unload and remove the entry in the registry with: "
+                loaded.fault(
+                    ("models", name),
+                    f"the registry already has {kind} named {name!r}",
+                    "choose another name, or unload and remove the entry in the registry with: "
                     "appliance models",
                 )
             )

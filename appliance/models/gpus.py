@@ -31,27 +31,34 @@ class GpuReport(NamedTuple):
     error: str = ""
 
 
+@contextlib.contextmanager
+def nvml_session() -> Iterator[None]:
+    """Keep NVML initialised while the context is active. Raises pynvml.NVMLError."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
 def find_gpus() -> GpuReport:
     """Return the GPUs reported by NVML. The report is empty if the machine has no NVIDIA driver."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with nvml_session():
+            version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+            return GpuReport(
+                [_gpu(number, device) for number, device in enumerate(devices())],
+                driver=pynvml.nvmlSystemGetDriverVersion(),
+                cuda=f"{version // 1000}.{version % 1000 // 10}",
+            )
     except pynvml.NVMLError as error:
         absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         return GpuReport([], error="" if error.value in absent else str(error))
-    try:
-        version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        return GpuReport(
-            [_gpu(number, device) for number, device in enumerate(devices())],
-            driver=_text(pynvml.nvmlSystemGetDriverVersion()),
-            cuda=f"{version // 1000}.{version % 1000 // 10}",
-        )
-    except pynvml.NVMLError as error:
-        return GpuReport([], error=str(error))
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 def gpu_processes() -> dict[int, set[int]]:
@@ -60,19 +67,13 @@ def gpu_processes() -> dict[int, set[int]]:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with nvml_session():
+            return {
+                number: {one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(device.handle)}
+                for number, device in enumerate(devices())
+            }
     except pynvml.NVMLError:
         return {}
-    try:
-        return {
-            number: {one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(device.handle)}
-            for number, device in enumerate(devices())
-        }
-    except pynvml.NVMLError:
-        return {}
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 class NvmlDevice(NamedTuple):
@@ -121,10 +122,5 @@ def _gpu(number: int, device: NvmlDevice) -> DetectedGpu:
     with contextlib.suppress(pynvml.NVMLError):
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(device.gpu)
         capability = f"{major}.{minor}"
-    name = _text(pynvml.nvmlDeviceGetName(device.handle))
+    name = pynvml.nvmlDeviceGetName(device.handle)
     return DetectedGpu(number, name, memory.total, memory.used, capability)
-
-
-def _text(value: str | bytes) -> str:
-    # Old NVML bindings return bytes.
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

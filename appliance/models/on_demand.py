@@ -249,7 +249,7 @@ class OnDemand:
 
     async def _turn(self) -> None:
         """Take at most one step towards loading or unloading a model."""
-        if self._changing.locked() or self._operations.loading:
+        if self._changing.locked() or self._operations.loads:
             return
         async with self._changing:
             await self._sleep_limit.unload_down_to(self._sleep_limit.limit_bytes())

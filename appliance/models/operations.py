@@ -52,12 +52,16 @@ class ModelOperations:
         """`note` reports a problem to the operator. `model_flags` holds command-line options, which are the
         defaults for the settings of all versions."""
         self._registry = registry
-        self.failures = routing.failures
-        """Models and versions whose latest load failed, with the reasons."""
         self.draining: set[str] = set()
         """Versions that are finishing their requests before being unloaded or put to sleep."""
         self.asleep: set[str] = set()
         """Loaded versions that are asleep and have released their memory."""
+        self.loads: dict[str, asyncio.Task[None]] = {}
+        """Versions that operators' commands are loading."""
+        self.sleeps: dict[str, asyncio.Task[None]] = {}
+        """Versions that are finishing their requests before they go to sleep."""
+        self.wakes: dict[str, asyncio.Task[None]] = {}
+        """Versions that are being woken."""
         self.on_repair: Callable[[str], None] = lambda unit: None
         """Called when the files of a version that failed to load have changed."""
         self._watches: dict[str, StartTimer] = {}
@@ -68,17 +72,14 @@ class ModelOperations:
         self._fronts = fronts
         self._note = note
         self._model_flags = dict(model_flags)
-        self._loads: dict[str, asyncio.Task[None]] = {}
         self._unloads: dict[str, asyncio.Task[None]] = {}
-        self._sleeps: dict[str, asyncio.Task[None]] = {}
-        self._wakes: dict[str, asyncio.Task[None]] = {}
         self._ending: set[str] = set()
         """Versions whose requests have finished and whose replicas are being stopped."""
         self._one_at_a_time = asyncio.Lock()
         """A lock that is held while a version is being loaded, so that two loads cannot claim the same free
         memory."""
         self._background = Background()
-        routing.sleeps = lambda unit: unit in self.asleep or unit in self._sleeps
+        routing.sleeps = lambda unit: unit in self.asleep or unit in self.sleeps
 
     # ── start and stop ──
 
@@ -90,7 +91,7 @@ class ModelOperations:
 
     def stop(self) -> None:
         """Cancel all operations in progress."""
-        for tasks in (self._loads, self._unloads, self._sleeps, self._wakes):
+        for tasks in (self.loads, self._unloads, self.sleeps, self.wakes):
             for task in tasks.values():
                 task.cancel()
         for watch in self._watches.values():
@@ -112,27 +113,18 @@ class ModelOperations:
         """Record that the version could not be loaded, and call `on_repair` as soon as its files change."""
         unit = record.unit
         self.forget_failure(unit)
-        self.failures[unit] = reason
+        self._routing.failures[unit] = reason
         self._watches[unit] = watch = StartTimer()
         changed = Watch(record.folder, lambda: log.info("%s: the model's files have changed", unit))
         watch.start(math.inf, lambda: self.on_repair(unit), changed)
 
     def forget_failure(self, unit: str) -> None:
         """Forget that the version could not be loaded."""
-        self.failures.pop(unit, None)
+        self._routing.failures.pop(unit, None)
         if (watch := self._watches.pop(unit, None)) is not None:
             watch.stop()
 
     # ── load ──
-
-    @property
-    def loading(self) -> bool:
-        """Whether an operator's command is loading a version."""
-        return bool(self._loads)
-
-    def is_loading(self, unit: str) -> bool:
-        """Return whether the version is being loaded."""
-        return unit in self._loads
 
     async def load(self, record: VersionRecord) -> None:
         """Load a version and return when every front can send requests to it. If the version is its model's
@@ -140,7 +132,7 @@ class ModelOperations:
         target can answer them. If the version is already being loaded, wait for that load. If it is asleep,
         wake it. Raises LoadError."""
         unit = record.unit
-        if unit in self.asleep or unit in self._sleeps:
+        if unit in self.asleep or unit in self.sleeps:
             await self.wake(record)
             return
         if (unloading := self._unloads.get(unit)) is not None:
@@ -159,7 +151,7 @@ class ModelOperations:
             # The version's replicas have failed since it was loaded. Reload it from scratch.
             self._routing.usable.discard(unit)
             await self._manager.unload(unit, 0.0)
-        task = self._shared(self._loads, unit, lambda: self._load(record))
+        task = self._shared(self.loads, unit, lambda: self._load(record))
         await self._hold_until(task, record)
 
     def _shared(
@@ -282,7 +274,7 @@ class ModelOperations:
         unit = record.unit
         if (unloading := self._unloads.get(unit)) is not None:
             await asyncio.wait([unloading])
-        if unit in self._routing.usable or unit in self._loads or self._routing.sleeps(unit):
+        if unit in self._routing.usable or unit in self.loads or self._routing.sleeps(unit):
             return
         settings = self.settings_of(record.folder, record.settings)
         try:
@@ -302,7 +294,7 @@ class ModelOperations:
         try:
             await self.bring_back(unit)
         except LoadError as error:
-            self.failures[unit] = str(error)
+            self._routing.failures[unit] = str(error)
             raise
         self.forget_failure(unit)
         self._fronts.publish_configuration()
@@ -333,7 +325,7 @@ class ModelOperations:
         Any operation in progress on the version is cancelled."""
         unit = record.unit
         self.forget_failure(unit)
-        for tasks in (self._loads, self._sleeps, self._wakes):
+        for tasks in (self.loads, self.sleeps, self.wakes):
             if (task := tasks.get(unit)) is not None:
                 task.cancel()
                 await asyncio.wait([task])
@@ -388,33 +380,25 @@ class ModelOperations:
 
     # ── sleep and wake ──
 
-    def is_falling_asleep(self, unit: str) -> bool:
-        """Return whether the version is finishing its requests before it goes to sleep."""
-        return unit in self._sleeps
-
-    def is_waking(self, unit: str) -> bool:
-        """Return whether the version is being woken."""
-        return unit in self._wakes
-
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a loaded version, allow its requests `grace_s` seconds to finish, and
         release its memory. A version that is being woken is put to sleep afterwards. A version that is
         already asleep or going to sleep for a different reason is treated as if this command had put it to
         sleep. Raises LoadError if the version is not loaded or stays awake."""
         unit = record.unit
-        if (waking := self._wakes.get(unit)) is not None:
+        if (waking := self.wakes.get(unit)) is not None:
             await asyncio.wait([waking])
         if unit in self.asleep:
             return
         parked = self._manager.is_parked(unit) and unit not in self._manager.parked_host_bytes()
-        if unit not in self._sleeps and (parked or unit not in self._routing.usable):
+        if unit not in self.sleeps and (parked or unit not in self._routing.usable):
             raise not_loaded(unit)
-        task = self._shared(self._sleeps, unit, lambda: self._sleep(record, grace_s))
+        task = self._shared(self.sleeps, unit, lambda: self._sleep(record, grace_s))
         await outcome(task, unit)
 
     async def finish_sleep(self, unit: str) -> None:
         """If the version is going to sleep, wait until it has fallen asleep or failed to do so."""
-        if (task := self._sleeps.get(unit)) is not None:
+        if (task := self.sleeps.get(unit)) is not None:
             await asyncio.wait([task])
 
     async def _sleep(self, record: VersionRecord, grace_s: float) -> None:
@@ -446,13 +430,13 @@ class ModelOperations:
         that is going to sleep is kept awake. Raises MemoryShortageError if there is not enough memory, and
         LoadError for other problems. If waking fails, the version stays asleep."""
         unit = record.unit
-        if (sleeping := self._sleeps.get(unit)) is not None:
+        if (sleeping := self.sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)
         if unit in self._routing.usable and not self._manager.is_parked(unit):
             return
         if unit not in self.asleep:
             raise LoadError(f"{unit} is not asleep; load it with: appliance models load {unit}")
-        await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(record)), record)
+        await self._hold_until(self._shared(self.wakes, unit, lambda: self._wake(record)), record)
 
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
         """If the version is going to sleep but its requests are still running, cancel the operation.

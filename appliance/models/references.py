@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from appliance.models.routing import split_target
-from appliance.settings import Fault, Loaded, Place, dotted
+from appliance.settings import Fault, Loaded, dotted
 from store.errors import MissingDatabaseError
 from store.models import Registry
 from store.registry import read_registry
@@ -33,14 +33,8 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
             continue
         path = ("models", name, "fallback")
         remedy = f"use one of {', '.join(others)}, or remove it" if others else "remove it"
-        faults.append(
-            Fault(
-                place=loaded.places.get(path, Place("default")),
-                field=dotted(path),
-                description=f"{dotted(path)} = {model.fallback!r} does not name another model or alias",
-                remedy=remedy,
-            )
-        )
+        description = f"{dotted(path)} = {model.fallback!r} does not name another model or alias"
+        faults.append(loaded.fault(path, description, remedy))
     return faults
 
 

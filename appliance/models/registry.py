@@ -8,12 +8,11 @@ import json
 import logging
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from appliance.channel.served_models import ServedModel
-from appliance.models.preflight import ModelFinding
 from appliance.models.preflight_process import Findings
-from appliance.settings import Fault, Loaded, ModelSettings, Place, Settings, SettingsError, dotted
+from appliance.settings import Fault, Loaded, ModelSettings, Settings, SettingsError, dotted
 from engine import sizing
 
 log = logging.getLogger(__name__)
@@ -22,34 +21,17 @@ _WHOLE_BYTES = 32 << 20
 _SAMPLE_BYTES = 1 << 20
 
 
-def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the models' problems as settings faults. Each fault refers to the model's `folder` setting."""
+def model_faults(
+    loaded: Loaded, findings: Findings, level: Literal["problem", "warning"] = "problem"
+) -> list[Fault]:
+    """Return the models' problems, or warnings about models, as settings faults. Each fault refers to the
+    model's `folder` setting."""
     return [
-        _fault(loaded, name, finding)
+        loaded.fault(("models", name, "folder"), f"model {name!r}: {finding.text}", finding.remedy)
         for name, found in findings.items()
         for finding in found
-        if finding.level == "problem"
+        if finding.level == level
     ]
-
-
-def model_warnings(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return warnings about models, in the same form as `model_faults`."""
-    return [
-        _fault(loaded, name, finding)
-        for name, found in findings.items()
-        for finding in found
-        if finding.level == "warning"
-    ]
-
-
-def _fault(loaded: Loaded, name: str, finding: ModelFinding) -> Fault:
-    path = ("models", name, "folder")
-    return Fault(
-        place=loaded.places.get(path, Place("default")),
-        field=dotted(path),
-        description=f"model {name!r}: {finding.text}",
-        remedy=finding.remedy,
-    )
 
 
 def describe_models(
@@ -85,15 +67,8 @@ def describe_models(
             if model.chat_template is not None and error.filename == model.chat_template:
                 setting, value, remedy = "chat_template", model.chat_template, "a file with a Jinja template"
             path = ("models", name, setting)
-            faults.append(
-                Fault(
-                    place=loaded.places.get(path, Place("default")),
-                    field=dotted(path),
-                    description=f"{dotted(path)} = {value!r} cannot be used: {error.filename}: "
-                    f"{error.strerror}",
-                    remedy=f"set it to {remedy}",
-                )
-            )
+            description = f"{dotted(path)} = {value!r} cannot be used: {error.filename}: {error.strerror}"
+            faults.append(loaded.fault(path, description, f"set it to {remedy}"))
     if faults:
         raise SettingsError(*faults)
     for described in served:

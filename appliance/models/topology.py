@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from appliance.models.gpus import devices
+from appliance.models.gpus import devices, nvml_session
 from appliance.models.numa import node_of_bus
 
 P2P_READ, P2P_WRITE, P2P_NVLINK = range(3)
@@ -130,16 +130,10 @@ def read_topology() -> Topology:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with nvml_session():
+            return _read()
     except pynvml.NVMLError:
         return NO_TOPOLOGY
-    try:
-        return _read()
-    except pynvml.NVMLError:
-        return NO_TOPOLOGY
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 def _read() -> Topology:
@@ -148,7 +142,7 @@ def _read() -> Topology:
     found = list(devices())
     whole = {number: device.handle for number, device in enumerate(found) if not device.is_instance}
     remotes = {number: _remotes(handle) for number, handle in whole.items()}
-    buses = [_bus(pynvml.nvmlDeviceGetPciInfo(device.gpu)) for device in found]
+    buses = [pynvml.nvmlDeviceGetPciInfo(device.gpu).busId.lower() for device in found]
     links = {}
     for a, b in combinations(whole, 2):
         nvlinks = remotes[a].count(buses[b])
@@ -158,7 +152,7 @@ def _read() -> Topology:
         peer_access = all(_p2p(whole[a], whole[b], index) for index in (P2P_READ, P2P_WRITE))
         links[a, b] = GpuLink(nvlinks, _path(whole[a], whole[b]), peer_access)
     return Topology(
-        [_text(pynvml.nvmlDeviceGetUUID(device.handle)) for device in found],
+        [pynvml.nvmlDeviceGetUUID(device.handle) for device in found],
         links,
         tuple(node_of_bus(bus) for bus in buses),
         frozenset(range(len(found))) - whole.keys(),
@@ -175,7 +169,7 @@ def _remotes(handle: object) -> list[str]:
         with contextlib.suppress(pynvml.NVMLError):  # The GPU has no link with this number.
             if pynvml.nvmlDeviceGetNvLinkState(handle, link):
                 remotes.append("")
-                remotes[-1] = _bus(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
+                remotes[-1] = pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId.lower()
     return remotes
 
 
@@ -199,12 +193,3 @@ def _p2p(a: object, b: object, index: int) -> bool:
         return bool(pynvml.nvmlDeviceGetP2PStatus(a, b, index) == pynvml.NVML_P2P_STATUS_OK)
     except pynvml.NVMLError:
         return False
-
-
-def _bus(info: object) -> str:
-    return _text(info.busId).lower()  # type: ignore[attr-defined]
-
-
-def _text(value: str | bytes) -> str:
-    # Old NVML bindings return bytes.
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

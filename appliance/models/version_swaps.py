@@ -70,7 +70,7 @@ class VersionSwaps:
     ) -> None:
         old, new = former.unit, wanted.unit
         was_loaded = new in self._routing.usable
-        if self._operations.is_loading(old):
+        if old in self._operations.loads:
             raise LoadError(f"{old} is being loaded: wait until it is ready, or unload it first")
         served = (old, self._routing.unit_of(wanted.model))
         if any(unit in self._routing.usable and not self._manager.is_parked(unit) for unit in served):

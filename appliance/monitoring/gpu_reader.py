@@ -124,8 +124,8 @@ class GpuReader:
             unsupported.append("last_xid")
         return Gpu(
             number=number,
-            name=_text(nvml.nvmlDeviceGetName(handle)),
-            uuid=_text(known("uuid", nvml.nvmlDeviceGetUUID, handle) or ""),
+            name=nvml.nvmlDeviceGetName(handle),
+            uuid=known("uuid", nvml.nvmlDeviceGetUUID, handle) or "",
             utilization_percent=None if load is None else float(load.gpu),
             memory_bytes=None if memory is None else int(memory.total),
             used_bytes=None if memory is None else int(memory.used),
@@ -164,7 +164,7 @@ class GpuReader:
             memory = self._known(self._nvml.nvmlDeviceGetMemoryInfo, one)
             found.append(
                 MigInstance(
-                    name=_text(name or ""),
+                    name=name or "",
                     memory_bytes=None if memory is None else int(memory.total),
                     used_bytes=None if memory is None else int(memory.used),
                 )
@@ -255,8 +255,3 @@ def _process_name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
-
-
-def _text(value: str | bytes) -> str:
-    # Old NVML bindings return bytes.
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

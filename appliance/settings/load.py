@@ -44,6 +44,11 @@ class Loaded(NamedTuple):
     model_flags: Mapping[str, str | int] = {}
     """The command-line options that apply to every model."""
 
+    def fault(self, path: faults.Path, description: str, remedy: str) -> faults.Fault:
+        """Return a fault in the setting at `path`."""
+        place = self.places.get(path, Place("default"))
+        return faults.Fault(place=place, field=faults.dotted(path), description=description, remedy=remedy)
+
 
 def load_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
     """Read the settings as `read_settings` does, but return them without their sources."""

@@ -218,14 +218,14 @@ class Site(World):
         await self.loaded(loaded)
         await self.serve(wanted)
 
-    async def until(self, condition: Callable[[], bool], description: str) -> None:
-        """Advance the clock until the condition is true, for at most 60 s of real time. Simulated time has no
-        limit, because reading files and writing the database take real time."""
+    async def until(self, condition: Callable[[], bool], description: str, step_s: float = 0.5) -> None:
+        """Advance the clock in steps of `step_s` until the condition is true, for at most 60 s of real time.
+        Simulated time has no limit, because reading files and writing the database take real time."""
         end = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < end, f"{description} did not happen; history: {self.manager.history}"
             await asyncio.sleep(0.002)
-            self.now += 0.5
+            self.now += step_s
 
 
 def served(name: str) -> ServedModel:

@@ -28,9 +28,9 @@ def test_a_version_is_announced_on_demand_and_loaded_and_forgotten_when_unused(t
         await site.loaded("chat@1")
         site.answer("chat@1")
         ended = site.now
-        await site.until(lambda: site.manager.is_parked("chat@1"), "the end of the time to live")
+        await site.until(lambda: site.manager.is_parked("chat@1"), "the end of the time to live", 5.0)
         assert site.now >= ended + 60.0 and site.routing.unit_of("chat") == "chat@1"
-        await site.until(lambda: "chat@1" not in site.manager.models, "the tokenizer's removal")
+        await site.until(lambda: "chat@1" not in site.manager.models, "the tokenizer's removal", 20.0)
         assert site.now >= ended + 600.0
         assert site.on_demand.stats("chat@1").evictions["idle"] == 1
         [route] = site.routing.routes()

@@ -84,9 +84,9 @@ def test_a_model_sleeps_at_the_end_of_its_time_to_live(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         await site.serve("a")
-        await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
+        await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live", 5.0)
         ended = site.now
-        await site.until(lambda: site.now > ended + 1200.0, "the time after which models are forgotten")
+        await site.until(lambda: site.now > ended + 1200.0, "the time after which models are forgotten", 20.0)
         assert site.manager.history[-1] == "sleep a"
 
     play(site, scenario)

@@ -275,7 +275,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_former_one_in_place(world: W
             await world.make_default(2)
         assert world.unit == "chat@1" and list(world.manager.models) == ["chat@1"]
         assert world.registry.current.models["chat"].default_version == 1
-        assert "the weights are broken" in world.operations.failures["chat@2"]
+        assert "the weights are broken" in world.routing.failures["chat@2"]
 
     run(scenario)
 

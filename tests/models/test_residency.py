@@ -173,7 +173,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(ARRIVALS, st.sampled_from([0.2, 3.0, 15.0]))
 def test_no_arrival_pattern_makes_a_request_wait_longer_than_the_bound(
     arrivals: list[tuple[float, str, float]], load_s: float
@@ -185,7 +185,7 @@ def test_no_arrival_pattern_makes_a_request_wait_longer_than_the_bound(
     assert machine.most_bytes == 1 and not machine.refused
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 120), st.sampled_from("abcd"), st.sampled_from([0.05, 0.5, 3.0, 30.0])),
@@ -204,7 +204,7 @@ def test_models_of_different_sizes_stay_within_the_memory_and_none_starves(
     assert max(machine.waits) <= longest_wait_s(2.0, models=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ARRIVALS, st.sampled_from([0.2, 3.0, 15.0]))
 def test_a_model_with_a_long_queue_keeps_no_other_out_of_the_memory(
     arrivals: list[tuple[float, str, float]], load_s: float
@@ -222,7 +222,7 @@ def test_two_busy_models_change_places_at_the_minimum_residence() -> None:
     assert {name for _, name in machine.loads} == {"a", "b"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 120), st.sampled_from("abc"), st.sampled_from([0.05, 0.5, 3.0, 30.0])),
@@ -239,7 +239,7 @@ def test_with_three_models_a_request_waits_for_one_residence_and_two_swaps(
     assert max(machine.waits) <= longest_wait_s(load_s, models=3)
 
 
-@pytest.mark.parametrize("every_s", [0.0, 0.1, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("every_s", [0.0, 0.3, 1.0])
 def test_the_pattern_a_b_a_a_c_waits_at_most_a_residence_one_swap_and_10_s(every_s: float) -> None:
     # A load takes 3.6 s. The third model waits for two swaps, and the second of them fits into the 10 s.
     machine = Machine(*map(Model, "abc"), load_s=3.6)

@@ -156,7 +156,7 @@ def test_a_version_that_is_waking_sleeps_afterwards(world: World) -> None:
         await world.operations.sleep(world.version(1), WITHIN_S)
         waking = asyncio.ensure_future(world.operations.wake(world.version(1)))
         await asyncio.sleep(0)
-        assert world.operations.is_waking("chat@1")
+        assert "chat@1" in world.operations.wakes
         await world.operations.sleep(world.version(1), WITHIN_S)
         await waking
         assert world.operations.asleep == {"chat@1"}

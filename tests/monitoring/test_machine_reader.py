@@ -62,7 +62,7 @@ class FakeDriver:
         return handle
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return b"NVIDIA H200"
+        return "NVIDIA H200"
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         if handle == 1:
@@ -247,7 +247,7 @@ class SplitDriver(FakeDriver):
         return f"MIG-{index}"
 
     def nvmlDeviceGetName(self, handle: Any) -> bytes:
-        return b"NVIDIA H200 MIG 3g.71gb" if isinstance(handle, str) else b"NVIDIA H200"
+        return "NVIDIA H200 MIG 3g.71gb" if isinstance(handle, str) else "NVIDIA H200"
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any) -> object:
         if handle == "MIG-4":
