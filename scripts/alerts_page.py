@@ -85,4 +85,4 @@ def _fields(kind: type[msgspec.Struct]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(PAGE, page, __doc__ or ""))
+    sys.exit(write_or_check([PAGE], page, __doc__ or ""))

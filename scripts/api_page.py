@@ -10,7 +10,6 @@ page is out of date.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -19,23 +18,27 @@ from typing import Any
 
 import msgspec
 
-from appliance.front.refused_fields import (
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from appliance.front.refused_fields import (  # noqa: E402
     REFUSED,
     REFUSED_IN_CHATS,
     REFUSED_IN_COMPLETIONS,
     REFUSED_IN_MESSAGES,
     RefusedField,
 )
-from appliance.front.schemas import (
+from appliance.front.schemas import (  # noqa: E402
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     StreamOptions,
 )
-from appliance.front.validation import RequestStruct
+from appliance.front.validation import RequestStruct  # noqa: E402
+from scripts.field_tables import row, write_or_check  # noqa: E402
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+PAGE = ROOT / "docs" / "api.md"
 BEGIN, END = "<!-- fields: made by scripts/api_page.py -->", "<!-- end of fields -->"
 
 
@@ -76,7 +79,7 @@ def _tables() -> Iterator[str]:
 
 def _refused(field: RefusedField, where: str) -> str:
     tolerated = ", ".join(f"`{json.dumps(value)}`" for value in field.neutral)
-    return _row(f"`{field.name}`", where, tolerated, field.remedy)
+    return row((f"`{field.name}`", where, tolerated, field.remedy))
 
 
 def _table(title: str, model: type[RequestStruct], without: set[str]) -> Iterator[str]:
@@ -88,12 +91,8 @@ def _table(title: str, model: type[RequestStruct], without: set[str]) -> Iterato
     for name, field in schema["properties"].items():
         if name not in without:
             needed = " (required)" if name in schema.get("required", ()) else ""
-            yield _row(f"`{name}`", _type(field) + needed, field.get("description", ""))
+            yield row((f"`{name}`", _type(field) + needed, field.get("description", "")))
     yield ""
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -120,23 +119,5 @@ def _type(schema: dict[str, Any]) -> str:
     return "object" + (f" of at most {schema['maxProperties']} fields" if "maxProperties" in schema else "")
 
 
-def main() -> int:
-    """Write or check the page and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"
-    )
-    check = parser.parse_args().check
-    former = PAGE.read_text(encoding="utf-8")
-    made = page(former)
-    if made == former:
-        return 0
-    if check:
-        print(f"{PAGE} is out of date: run scripts/api_page.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(made, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check([PAGE], page, __doc__ or ""))

@@ -78,4 +78,4 @@ def _when(path: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(PAGE, page, __doc__ or ""))
+    sys.exit(write_or_check([PAGE], page, __doc__ or ""))

@@ -83,19 +83,20 @@ def row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def write_or_check(path: Path, page: Callable[[str], str], description: str) -> int:
-    """Write a generated page, or with `--check` only compare it with the file. Returns the exit code. `page`
-    is a function that converts the page's previous text to its new text."""
+def write_or_check(paths: Iterable[Path], page: Callable[[str], str], description: str) -> int:
+    """Write generated pages, or with `--check` only compare them with the files. Returns the exit code.
+    `page` is a function that converts a page's previous text to its new text."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"
-    )
-    former = path.read_text(encoding="utf-8")
-    text = page(former)
-    if not parser.parse_args().check:
-        path.write_text(text, encoding="utf-8")
-        return 0
-    if former == text:
-        return 0
-    print(f"{path} is out of date: run scripts/{Path(sys.argv[0]).name}", file=sys.stderr)
-    return 1
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    check, code = parser.parse_args().check, 0
+    for path in paths:
+        former = path.read_text(encoding="utf-8")
+        text = page(former)
+        if text == former:
+            continue
+        if check:
+            print(f"{path} is out of date: run scripts/{Path(sys.argv[0]).name}", file=sys.stderr)
+            code = 1
+        else:
+            path.write_text(text, encoding="utf-8")
+    return code

@@ -9,7 +9,6 @@ and the exit code is 1 if a table is out of date.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +26,7 @@ from appliance.monitoring.metrics import families  # noqa: E402
 from appliance.monitoring.metrics.metric import Group  # noqa: E402
 from console.explanations import EXPLANATIONS  # noqa: E402
 from console.keys import KEYS, shown_name  # noqa: E402
+from scripts.field_tables import row, write_or_check  # noqa: E402
 from store.fields import Declared, declared  # noqa: E402
 from store.policies import KeyFields, Quota, TenantRecord  # noqa: E402
 
@@ -35,8 +35,7 @@ GENERATED = re.compile(r"<!-- generated: ([a-z ]+) -->\n.*?<!-- end -->", re.DOT
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
+    return "".join(f"{row(line)}\n" for line in (headings, ["---"] * len(headings), *rows))
 
 
 def options(fields: Iterable[Declared]) -> str:
@@ -151,26 +150,12 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if a table is out of date"
+def page(former: str) -> str:
+    """Return a page with regenerated tables."""
+    return GENERATED.sub(
+        lambda found: f"<!-- generated: {found[1]} -->\n{TABLES[found[1]]()}<!-- end -->", former
     )
-    flags = parser.parse_args()
-    outdated = []
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        text = page.read_text(encoding="utf-8")
-        wanted = GENERATED.sub(
-            lambda found: f"<!-- generated: {found[1]} -->\n{TABLES[found[1]]()}<!-- end -->", text
-        )
-        if wanted != text:
-            outdated.append(page.name)
-            if not flags.check:
-                page.write_text(wanted, encoding="utf-8")
-    if outdated:
-        print(f"{'out of date' if flags.check else 'written'}: {', '.join(outdated)}")
-    sys.exit(1 if outdated and flags.check else 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(write_or_check(sorted((ROOT / "docs").glob("*.md")), page, __doc__ or ""))
