@@ -13,7 +13,7 @@ MAX_DIFFERENCE = 5
 def test_a_forecast_agrees_with_what_a_real_service_then_admits() -> None:
     with service(*FLAGS) as running:
         replays = Replays(running)
-        load = draw_load(150, LOAD * replays.requests_per_s())
+        load = draw_load(100, LOAD * replays.requests_per_s())
         outcomes = replays.compare(load, raised=False)
     for tenant, found in outcomes.items():
         predicted, measured, before = found["predicted"], found["measured"], found["before"]

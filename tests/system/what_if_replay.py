@@ -125,7 +125,7 @@ class Replays:
 
     def requests_per_s(self) -> float:
         """Return the speed at which the service answers requests of the load if its slots are always full."""
-        shapes = [one._replace(at_s=0.0, tenant="calibration") for one in draw_load(160, 1.0, seed=2)]
+        shapes = [one._replace(at_s=0.0, tenant="calibration") for one in draw_load(96, 1.0, seed=2)]
         began = time.monotonic()
         asyncio.run(self._send(shapes))
         return len(shapes) / (time.monotonic() - began)
