@@ -21,7 +21,7 @@ from .driver import Driver, greedy, load_decoder, teacher_forced
 
 TOLERANCE = 2e-5
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 190, 300]
-CHUNKS = [7, 64, 100]
+CHUNKS = [100, 7, 64]
 DECODES = 6
 
 
@@ -42,20 +42,18 @@ def _as_published(values: dict[str, Any]) -> None:
 
 CASES = [
     Case("llama 2, as many KV heads as heads", "llama", {"num_key_value_heads": 4}),
-    Case("llama, one KV head, in shards", "llama", {"num_key_value_heads": 1}, shard_size="100KB"),
-    Case("llama, tied, in shards", "llama", {"tie_word_embeddings": True}, shard_size="60KB"),
+    Case(
+        "llama, tied, one KV head, in shards",
+        "llama",
+        {"tie_word_embeddings": True, "num_key_value_heads": 1},
+        shard_size="60KB",
+    ),
     Case(
         "llama with all biases, wide heads",
         "llama",
         {"attention_bias": True, "mlp_bias": True, "head_dim": 24},
     ),
     Case("llama, linear rope", "llama", _rope("linear", factor=3.0)),
-    Case(
-        "llama, linear rope, older fields",
-        "llama",
-        _rope("linear", factor=3.0),
-        edit=_in_the_words_of_version_4,
-    ),
     Case(
         "llama 3.1 rope",
         "llama",
@@ -102,7 +100,6 @@ CASES = [
     Case("llama, dynamic rope within its positions", "llama", _rope("dynamic", factor=4.0)),
     Case("mistral, no window", "mistral", {"sliding_window": None, "head_dim": 32}),
     Case("mistral, a window below a block", "mistral", {"sliding_window": 50}),
-    Case("mistral, a window of 100", "mistral", {"sliding_window": 100}),
     Case("qwen2", "qwen2", shard_size="100KB"),
     Case(
         "qwen2, tied, windows in the upper layers",
@@ -115,24 +112,21 @@ CASES = [
         },
         edit=lambda values: values.pop("layer_types"),
     ),
-    Case("qwen3", "qwen3", {"head_dim": 32}),
     Case(
         "qwen3, tied, with biases",
         "qwen3",
         {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
     ),
-    Case("mixtral", "mixtral", EXPERTS),
     Case("mixtral, fused experts, in shards", "mixtral", EXPERTS, shard_size="100KB", fused_experts=True),
     Case(
         "mixtral, a window, one expert per token",
         "mixtral",
         {**EXPERTS, "sliding_window": 50, "num_experts_per_tok": 1},
     ),
-    Case("qwen3 moe, normalised", "qwen3_moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}),
     Case(
-        "qwen3 moe, fused experts, a dense layer",
+        "qwen3 moe, normalised, fused experts, a dense layer",
         "qwen3_moe",
-        {**QWEN3_EXPERTS, "mlp_only_layers": [1]},
+        {**QWEN3_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
         fused_experts=True,
     ),
     Case(
@@ -146,7 +140,6 @@ CASES = [
         "qwen3_moe",
         {**QWEN3_EXPERTS, "use_sliding_window": True, "sliding_window": 70, "num_experts_per_tok": 8},
     ),
-    Case("qwen2 moe", "qwen2_moe", QWEN2_EXPERTS, shard_size="100KB"),
     Case(
         "qwen2 moe, normalised, windows, no biases",
         "qwen2_moe",
@@ -160,7 +153,12 @@ CASES = [
         },
         edit=lambda values: values.pop("layer_types"),
     ),
-    Case("qwen2 moe, the first layer dense", "qwen2_moe", {**QWEN2_EXPERTS, "mlp_only_layers": [0]}),
+    Case(
+        "qwen2 moe, the first layer dense, in shards",
+        "qwen2_moe",
+        {**QWEN2_EXPERTS, "mlp_only_layers": [0]},
+        shard_size="100KB",
+    ),
     Case("olmoe", "olmoe", OLMOE_EXPERTS),
     Case(
         "olmoe, normalised, with biases",
@@ -190,13 +188,13 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(case: Case, tmp_pa
         difference = (logits - expected[: length + DECODES]).abs().max().item()
         assert difference < TOLERANCE, f"prompt of {length} in chunks of {chunk}"
 
-    prompt = tokens[:100]
+    prompt = tokens[:120]
     with torch.no_grad():
         reply = model.generate(
-            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     wanted = reply[0, len(prompt) :].tolist()
-    got, gaps = greedy(Driver(decoder, blocks=8, seed=1), prompt, 64, chunk_size=64)
+    got, gaps = greedy(Driver(decoder, blocks=8, seed=1), prompt, 16, chunk_size=64)
     for token, other, gap in zip(got, wanted, gaps, strict=True):
         if token != other:
             assert gap < TOLERANCE
