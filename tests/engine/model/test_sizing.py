@@ -47,27 +47,33 @@ class FirstRank:
         self.size = size
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_parameters_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
-    folder = make(case, tmp_path)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(request.param, tmp_path_factory.mktemp("model"))
+
+
+def test_parameters_are_those_of_transformers(folder: Path) -> None:
     expected = sum(parameter.numel() for parameter in oracle(folder).parameters())
     assert sizing.parameters(read_config(folder)) == expected
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("weights", "kv_fp8"),
-    [("auto", False), ("fp8", False), ("auto", True), ("fp8", True), ("fp8-block", False)],
+    ("dtype", "weights", "kv_fp8"),
+    [
+        ("float32", "float32", False),
+        ("bfloat16", "bfloat16", False),
+        ("bfloat16", "fp8", True),
+        ("float32", "fp8-block", False),
+    ],
 )
 def test_weights_and_blocks_are_exact(
-    case: Case, size: int, dtype: str, weights: str, kv_fp8: bool, tmp_path: Path
+    folder: Path, size: int, dtype: str, weights: str, kv_fp8: bool
 ) -> None:
-    config = read_config(make(case, tmp_path))
+    config = read_config(folder)
     layouts = [config] if config.experts is None else [config, config.with_whole_experts()]
     for layout in layouts:
-        _check_sizes(layout, size, dtype, weights if weights != "auto" else dtype, kv_fp8)
+        _check_sizes(layout, size, dtype, weights, kv_fp8)
 
 
 def _check_sizes(config: ModelConfig, size: int, dtype: str, weights: str, kv_fp8: bool) -> None:
