@@ -252,7 +252,7 @@ def test_outputs_do_not_depend_on_the_batch(build: Build, alone: Alone, overlap:
     expect_all_equal(serve(build(overlap=overlap), asks), asks, alone)
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 63, 64, 65, 130])
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 64, 130])
 def test_outputs_do_not_depend_on_the_chunk_size(
     build: Build, alone: Alone, max_num_batched_tokens: int
 ) -> None:
@@ -262,7 +262,7 @@ def test_outputs_do_not_depend_on_the_chunk_size(
     )
 
 
-@pytest.mark.parametrize("hit", [64, 128, 192])
+@pytest.mark.parametrize("hit", [64, 192])
 def test_outputs_are_the_same_after_a_prefix_hit(build: Build, alone: Alone, hit: int) -> None:
     engine = build()
     serve(engine, [Ask(prompt(hit + 1), 1)])
@@ -272,8 +272,7 @@ def test_outputs_are_the_same_after_a_prefix_hit(build: Build, alone: Alone, hit
     expect_all_equal(answers, asks, alone)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize(("overlap", "prefix_cache"), [(False, True), (True, False), (True, True)])
 def test_outputs_are_the_same_through_preemptions(
     build: Build, alone: Alone, overlap: bool, prefix_cache: bool
 ) -> None:
@@ -284,7 +283,7 @@ def test_outputs_are_the_same_through_preemptions(
     expect_all_equal(answers, asks, alone)
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, 64, 130])
 def test_samples_that_share_the_prompt_have_the_outputs_of_single_requests(
     build: Build, alone: Alone, length: int
 ) -> None:
@@ -294,7 +293,7 @@ def test_samples_that_share_the_prompt_have_the_outputs_of_single_requests(
 
 @pytest.mark.parametrize(
     ("form", "seed"),
-    [(form, seed) for form, seeds in ((FLOAT32, 10), (FP8_CACHE, 3), (FP8, 3)) for seed in range(seeds)],
+    [(form, seed) for form, seeds in ((FLOAT32, 4), (FP8_CACHE, 2), (FP8, 2)) for seed in range(seeds)],
     indirect=["form"],
 )
 def test_outputs_are_the_same_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
