@@ -71,7 +71,8 @@ class Entry(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """A stored row of the chain: an `Entry` and its position."""
+    """A stored row of the chain: an `Entry` and its position. The first versions of the product recorded no
+    intents, so their rows have neither `act` nor `phase`."""
 
     seq: int
     at: str

@@ -135,6 +135,7 @@ def _fill(
         if (state_dir / name).exists() and not _is_reserve(state_dir / name):
             _copy(state_dir / name, folder / name)
     for name in _DATABASES:
+        # State directories from earlier versions have no `contents.db`.
         if name == CONTENTS_FILE and not (contents and (state_dir / name).exists()):
             continue
         _copy_database(state_dir / name, folder / name)

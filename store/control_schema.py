@@ -17,20 +17,6 @@ from store.migrations import Migration, Schema
 from store.policies import KeyFields, TenantRecord
 from store.records import column_type, column_value
 
-_KEY_LIST = """
-CREATE VIEW key_list AS
-SELECT
-    id, name, tenant, prefix,
-    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
-    strftime('%Y-%m-%d %H:%M:%S', expires_at, 'unixepoch') AS expires_utc,
-    strftime('%Y-%m-%d %H:%M:%S', revoked_at, 'unixepoch') AS revoked_utc,
-    scopes, models,
-    'P' || highest_class AS highest_class,
-    quota, replaced_by, fallback{added}
-FROM keys
-"""
-
-
 # The key itself is not stored, only its SHA-256 and its first characters, by which people recognise it.
 _KEYS = (
     """
@@ -42,16 +28,18 @@ CREATE TABLE keys (
     sha256 TEXT NOT NULL UNIQUE,
     created_at REAL NOT NULL,
     expires_at REAL,
-    revoked_at REAL,
-    scopes TEXT NOT NULL DEFAULT '["inference"]',
-    models TEXT,
-    highest_class INTEGER,
-    quota TEXT NOT NULL DEFAULT '{}',
-    replaced_by TEXT,
-    fallback TEXT NOT NULL DEFAULT 'never'
+    revoked_at REAL
 )
 """,
-    _KEY_LIST.format(added=""),
+    """
+CREATE VIEW key_list AS
+SELECT
+    id, name, tenant, prefix,
+    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%S', expires_at, 'unixepoch') AS expires_utc,
+    strftime('%Y-%m-%d %H:%M:%S', revoked_at, 'unixepoch') AS revoked_utc
+FROM keys
+""",
 )
 
 
@@ -71,8 +59,22 @@ FROM tenants
 """
 
 
+_KEY_LIST = """
+CREATE VIEW key_list AS
+SELECT
+    id, name, tenant, prefix,
+    strftime('%Y-%m-%d %H:%M:%S', created_at, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%S', expires_at, 'unixepoch') AS expires_utc,
+    strftime('%Y-%m-%d %H:%M:%S', revoked_at, 'unixepoch') AS revoked_utc,
+    scopes, models,
+    'P' || highest_class AS highest_class,
+    quota, replaced_by{added}
+FROM keys
+"""
+
+
 # "local" is the tenant of local users without a mapping; "default" is the tenant of keys created without a
-# tenant.
+# tenant. Keys that were created before this table existed keep their tenant's name.
 _TENANTS = (
     """
 CREATE TABLE tenants (
@@ -98,11 +100,19 @@ CREATE TABLE peers (
     PRIMARY KEY (kind, number)
 )
 """,
+    """ALTER TABLE keys ADD COLUMN scopes TEXT NOT NULL DEFAULT '["inference"]'""",
+    "ALTER TABLE keys ADD COLUMN models TEXT",
+    "ALTER TABLE keys ADD COLUMN highest_class INTEGER",
+    "ALTER TABLE keys ADD COLUMN quota TEXT NOT NULL DEFAULT '{}'",
+    "ALTER TABLE keys ADD COLUMN replaced_by TEXT",
     """
 INSERT INTO tenants (name, created_at)
-SELECT name, CAST(strftime('%s', 'now') AS REAL) FROM (SELECT 'default' AS name UNION SELECT 'local')
+SELECT name, CAST(strftime('%s', 'now') AS REAL)
+FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM keys)
 """,
     _TENANT_LIST.format(added=""),
+    "DROP VIEW key_list",
+    _KEY_LIST.format(added=""),
 )
 
 
@@ -118,13 +128,7 @@ CREATE TABLE audit (
     params TEXT NOT NULL,
     result TEXT NOT NULL,
     previous_hash TEXT NOT NULL,
-    hash TEXT NOT NULL,
-    host TEXT,
-    act TEXT,
-    phase TEXT,
-    before TEXT,
-    after TEXT,
-    note TEXT
+    hash TEXT NOT NULL
 )
 """,
     """
@@ -135,6 +139,18 @@ BEGIN SELECT RAISE(ABORT, 'audit rows are never changed'); END
 CREATE TRIGGER audit_rows_do_not_go BEFORE DELETE ON audit
 BEGIN SELECT RAISE(ABORT, 'audit rows are never deleted'); END
 """,
+)
+
+
+# These columns are null in rows written by earlier versions. Null columns are not hashed, so those rows keep
+# their hashes.
+_AUDIT_ACTS = (
+    "ALTER TABLE audit ADD COLUMN host TEXT",
+    "ALTER TABLE audit ADD COLUMN act TEXT",
+    "ALTER TABLE audit ADD COLUMN phase TEXT",
+    "ALTER TABLE audit ADD COLUMN before TEXT",
+    "ALTER TABLE audit ADD COLUMN after TEXT",
+    "ALTER TABLE audit ADD COLUMN note TEXT",
     "CREATE INDEX audit_act ON audit (act, phase)",
     """
 CREATE VIEW audit_actions AS
@@ -188,6 +204,10 @@ CREATE TABLE aliases (
     created_at REAL NOT NULL
 )
 """,
+)
+
+
+_SPLITS = (
     """
 CREATE TABLE splits (
     name TEXT PRIMARY KEY NOT NULL,
@@ -195,6 +215,10 @@ CREATE TABLE splits (
     created_at REAL NOT NULL
 )
 """,
+)
+
+
+_SHADOWS = (
     """
 CREATE TABLE shadows (
     name TEXT PRIMARY KEY NOT NULL,
@@ -238,8 +262,14 @@ def _literal(value: object) -> str:
 CONTROL = Schema(
     "control",
     (
-        Migration("control", (*_KEYS, *_TENANTS, *_AUDIT, *_MODELS)),
+        Migration("keys", _KEYS),
+        Migration("audit", _AUDIT),
+        Migration("tenants", _TENANTS),
+        Migration("audit acts", _AUDIT_ACTS),
         *_added_fields("tenants", TenantRecord, "suspended_at", "tenant_list", _TENANT_LIST),
-        *_added_fields("keys", KeyFields, "fallback", "key_list", _KEY_LIST),
+        *_added_fields("keys", KeyFields, "replaced_by", "key_list", _KEY_LIST),
+        Migration("models", _MODELS),
+        Migration("splits", _SPLITS),
+        Migration("shadows", _SHADOWS),
     ),
 )

@@ -40,7 +40,7 @@ ROWS_BETWEEN_HEADS = 16
 _KEY_BYTES = 32
 _LINE = re.compile(
     r"\baudit head seq=(?P<seq>[0-9]{1,18}) hash=(?P<hash>[0-9a-f]{64}) "
-    r"at=(?P<at>[0-9T:.+-]{10,40}) key=(?P<key>[0-9a-f]{16}) sig=(?P<signature>[0-9a-f]{64})\b"
+    r"at=(?P<at>[0-9T:.+-]{10,40}) (?:key=(?P<key>[0-9a-f]{16}) )?sig=(?P<signature>[0-9a-f]{64})\b"
 )
 
 
@@ -51,8 +51,8 @@ class SignedHead(NamedTuple):
     hash: str
     at: str
     signature: str
-    key: str
-    """Id of the signing key."""
+    key: str = ""
+    """Id of the signing key; empty in heads written by the first versions."""
 
     @property
     def head(self) -> Head:
@@ -62,7 +62,8 @@ class SignedHead(NamedTuple):
     @property
     def line(self) -> str:
         """The head as one line of text, for the journal and the heads file."""
-        return f"audit head seq={self.seq} hash={self.hash} at={self.at} key={self.key} sig={self.signature}"
+        key = f" key={self.key}" if self.key else ""
+        return f"audit head seq={self.seq} hash={self.hash} at={self.at}{key} sig={self.signature}"
 
 
 class SigningKey:
@@ -138,7 +139,9 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
     """Yield the chain heads found in the lines of a journal, a heads file or any other text."""
     for line in lines:
         for match in _LINE.finditer(line):
-            yield SignedHead(int(match["seq"]), match["hash"], match["at"], match["signature"], match["key"])
+            yield SignedHead(
+                int(match["seq"]), match["hash"], match["at"], match["signature"], match["key"] or ""
+            )
 
 
 def lines_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:

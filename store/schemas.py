@@ -42,13 +42,7 @@ CREATE TABLE requests (
     resubmissions INTEGER NOT NULL,
     sequence INTEGER NOT NULL,
     state TEXT GENERATED ALWAYS AS (CASE WHEN finished_at IS NULL THEN 'open' ELSE 'ended' END) VIRTUAL,
-    double_ends INTEGER NOT NULL DEFAULT 0,
-    quota_tokens INTEGER NOT NULL DEFAULT 0,
-    retry TEXT,
-    retry_of TEXT,
-    user TEXT,
-    unit TEXT,
-    fallback_of TEXT
+    double_ends INTEGER NOT NULL DEFAULT 0
 )
 """,
     "CREATE UNIQUE INDEX requests_sequence ON requests (sequence)",
@@ -109,6 +103,7 @@ WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
 
 # sequence is the number of the newest request log change that the levels reflect.
 _QUOTA_LEVELS = (
+    "ALTER TABLE requests ADD COLUMN quota_tokens INTEGER NOT NULL DEFAULT 0",
     """
 CREATE TABLE quota_levels (
     scope TEXT NOT NULL,
@@ -123,9 +118,29 @@ CREATE TABLE quota_levels (
 """,
 )
 
+_RETRIES = (
+    "ALTER TABLE requests ADD COLUMN retry TEXT",
+    "ALTER TABLE requests ADD COLUMN retry_of TEXT",
+)
+
+_USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
+_UNIT = ("ALTER TABLE requests ADD COLUMN unit TEXT",)
+_FALLBACK = ("ALTER TABLE requests ADD COLUMN fallback_of TEXT",)
+
 # Usage rows are kept longer than request rows. Tokens are counted only for requests that ran to completion: a
 # refused request has no quota_tokens, and an interrupted request's tokens are unknown. Clients can send any
 # model name, so the names of unknown models (requests without a version) are not kept.
+_USAGE_OF_REQUESTS = """
+SELECT
+    date(finished_at, 'unixepoch'), ifnull(tenant, ''), ifnull(key_id, ''),
+    CASE WHEN version IS NULL THEN '' ELSE ifnull(model, '') END,
+    count(*),
+    ifnull(sum(status >= 400 OR error IS NOT NULL), 0),
+    sum(CASE WHEN quota_tokens > 0 AND finish_reason IS NOT 'interrupted' THEN prompt_tokens ELSE 0 END),
+    sum(CASE WHEN quota_tokens > 0 AND finish_reason IS NOT 'interrupted' THEN cached_tokens ELSE 0 END),
+    sum(billed_tokens)
+FROM requests WHERE {where} GROUP BY 1, 2, 3, 4
+"""
 _USAGE = (
     """
 CREATE TABLE usage (
@@ -141,25 +156,19 @@ CREATE TABLE usage (
     PRIMARY KEY (day, tenant, key_id, model)
 ) WITHOUT ROWID
 """,
+    "INSERT INTO usage " + _USAGE_OF_REQUESTS.format(where="finished_at IS NOT NULL"),
 )
-ADD_USAGE = """
-INSERT INTO usage
-SELECT
-    date(finished_at, 'unixepoch'), ifnull(tenant, ''), ifnull(key_id, ''),
-    CASE WHEN version IS NULL THEN '' ELSE ifnull(model, '') END,
-    1,
-    ifnull(status >= 400 OR error IS NOT NULL, 0),
-    CASE WHEN quota_tokens > 0 AND finish_reason IS NOT 'interrupted' THEN prompt_tokens ELSE 0 END,
-    CASE WHEN quota_tokens > 0 AND finish_reason IS NOT 'interrupted' THEN cached_tokens ELSE 0 END,
-    billed_tokens
-FROM requests WHERE request_id = ? AND finished_at IS NOT NULL
-ON CONFLICT (day, tenant, key_id, model) DO UPDATE SET
+ADD_USAGE = (
+    "INSERT INTO usage "
+    + _USAGE_OF_REQUESTS.format(where="request_id = ? AND finished_at IS NOT NULL")
+    + """ON CONFLICT (day, tenant, key_id, model) DO UPDATE SET
     requests = requests + excluded.requests,
     failed = failed + excluded.failed,
     prompt_tokens = prompt_tokens + excluded.prompt_tokens,
     cached_tokens = cached_tokens + excluded.cached_tokens,
     output_tokens = output_tokens + excluded.output_tokens
 """
+)
 """Adds the finished request with the given id to the daily usage."""
 
 # Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
@@ -208,7 +217,7 @@ CREATE TABLE alerts (
     rule TEXT NOT NULL,
     severity TEXT NOT NULL,
     subject TEXT NOT NULL,
-    description TEXT NOT NULL,
+    what TEXT NOT NULL,
     cause TEXT NOT NULL,
     remedy TEXT NOT NULL,
     since REAL NOT NULL,
@@ -240,6 +249,8 @@ CREATE TABLE silences (
 """,
 )
 
+_ALERT_DESCRIPTION = ("ALTER TABLE alerts RENAME COLUMN what TO description",)
+
 # This database stores prompts and answers as required by tenants' log policies. Only the service's user can
 # read the file.
 _CONTENTS = (
@@ -265,8 +276,16 @@ CONTENTS = Schema("contents", (Migration("contents", _CONTENTS),), mode=0o600)
 HISTORY = Schema(
     "history",
     (
-        Migration(
-            "history", (*_REQUESTS, *_QUOTA_LEVELS, *_USAGE, *_TELEMETRY, *_TELEMETRY_DETAILS, *_ALERTS)
-        ),
+        Migration("requests", _REQUESTS),
+        Migration("quota levels", _QUOTA_LEVELS),
+        Migration("retries", _RETRIES),
+        Migration("user", _USER),
+        Migration("usage", _USAGE),
+        Migration("telemetry", _TELEMETRY),
+        Migration("alerts", _ALERTS),
+        Migration("telemetry details", _TELEMETRY_DETAILS),
+        Migration("unit", _UNIT),
+        Migration("fallback", _FALLBACK),
+        Migration("alert description", _ALERT_DESCRIPTION),
     ),
 )

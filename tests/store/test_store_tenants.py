@@ -6,15 +6,19 @@ import json
 import sqlite3
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from store.audit import AuditRow
 from store.control import ControlStore, read_policies
+from store.control_schema import CONTROL
+from store.database import WritableDatabase
 from store.errors import ConflictError, UnknownKeyError, UnknownPeerError, UnknownTenantError
 from store.evidence import verify_audit
-from store.policies import PeerRecord, Policies, Quota, TenantRecord
+from store.migrations import Schema
+from store.policies import KeyRecord, PeerRecord, Policies, Quota, TenantRecord
 from tests.audit_trail import read_audit
 
 ACTOR = "uid:0"
@@ -267,6 +271,33 @@ def test_only_valid_users_and_groups_can_be_mapped(control, kind, number):
         control.map_peer(actor=ACTOR, kind=kind, number=number, tenant="local").result(60)
     with pytest.raises(UnknownPeerError, match="is not mapped"):
         control.unmap_peer(actor=ACTOR, kind=kind, number=number).result(60)
+
+
+def test_a_file_from_before_tenants_existed_keeps_its_keys_and_gets_their_tenants(tmp_path: Path) -> None:
+    path = tmp_path / "control.db"
+    before = Schema(CONTROL.name, CONTROL.migrations[:2])
+    old = WritableDatabase(path, before, "FULL")
+    old.connection.execute(
+        "INSERT INTO keys VALUES ('key_1', 'laptop', 'acme corp', 'ak-12345', 'ff', 1000.5, NULL, NULL)"
+    )
+    old.close()
+    control = ControlStore(path)
+    control.start()
+    try:
+        assert list(control.policies.tenants) == ["acme corp", "default", "local"]
+        assert control.list_keys() == [
+            KeyRecord(
+                id="key_1",
+                name="laptop",
+                tenant="acme corp",
+                prefix="ak-12345",
+                sha256="ff",
+                created_at=1000.5,
+            )
+        ]
+        control.set_tenant(actor=ACTOR, name="acme corp", changes={"weight": 2.0}).result(60)
+    finally:
+        control.close()
 
 
 def test_an_auditor_reads_tenants_and_keys_with_plain_sql(control):

@@ -153,9 +153,7 @@ def test_a_start_with_fewer_rows_than_the_recorded_heads_confirm_is_reported(tmp
 def test_neither_a_complete_chain_nor_a_head_of_another_key_causes_a_report_of_missing_rows(tmp_path, caplog):
     fill(tmp_path)
     with (tmp_path / "audit.heads").open("a") as file:
-        file.write(
-            f"audit head seq=99 hash={'0' * 64} at=2026-11-20T23:16:01+00:00 key={'0' * 16} sig={'0' * 64}\n"
-        )
+        file.write(f"audit head seq=99 hash={'0' * 64} at=2026-11-20T23:16:01+00:00 sig={'0' * 64}\n")
     control = ControlStore(tmp_path / "control.db")
     control.start()
     assert control.trail.state().last_error is None
