@@ -113,17 +113,13 @@ class Service:
         broken: Mapping[str, str],
     ) -> ServingParts:
         """Return the components that serve requests. They use `self.listeners`, which is created later."""
-        records = self._records
         return ServingParts(
             self.settings,
             describe_models(loaded, broken=broken),
             registry=self._state.registry,
             model_flags=loaded.model_flags,
-            rows=records.counted,
+            records=self._records,
             salt=cache_salts(self._state.control),
-            quotas=records.quotas,
-            identities=records.identities,
-            keep=records.contents.keep,
             note=self._problems.note,
             on_availability=lambda: self.listeners.update(),
             launch=launch,

@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from appliance.channel.front_messages import Keep
 from appliance.channel.served_models import ServedModel
 from appliance.core.cancellation import RequestCanceller
 from appliance.core.drains import Drains, DrainTools
 from appliance.core.readiness import Readiness
-from appliance.front_pool.identities import IdentityRegistry
+from appliance.core.request_records import RequestRecords
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
 from appliance.models.on_demand import OnDemand
@@ -31,8 +30,6 @@ from appliance.models.replica import Launch
 from appliance.models.routing import Routing
 from appliance.models.version_swaps import VersionSwaps
 from appliance.settings import Settings
-from appliance.traffic.lifecycle import RowSink
-from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager
 from engine.client import ReplicaGroup
 from store.registry import ModelRegistry
@@ -49,11 +46,8 @@ class ServingParts:
         *,
         registry: ModelRegistry,
         model_flags: Mapping[str, Any],
-        rows: RowSink,
+        records: RequestRecords,
         salt: Callable[[str], str],
-        quotas: Quotas,
-        identities: IdentityRegistry,
-        keep: Callable[[Keep, int], None],
         note: Callable[[str, str], None],
         on_availability: Callable[[], None],
         launch: Launch = ReplicaGroup.launch,
@@ -63,19 +57,19 @@ class ServingParts:
     ) -> None:
         self.requests = RequestManager(
             send=lambda front, message: self.fronts.send(front, message),
-            rows=rows,
+            rows=records.counted,
             salt=salt,
             clock=time.monotonic,
             unix=time.time,
             rules=settings().queue,
-            quotas=quotas,
+            quotas=records.quotas,
         )
         self.fronts = FrontPool(
             settings,
             requests=self.requests,
-            identities=identities,
+            identities=records.identities,
             configuration=lambda: self.readiness.configuration(),
-            keep=keep,
+            keep=records.contents.keep,
             note=note,
             on_availability=on_availability,
             on_wanted=lambda name: self.on_demand.wanted(name),

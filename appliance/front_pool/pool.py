@@ -88,8 +88,8 @@ class FrontPool:
         keep: Callable[[Keep, int], None],
         note: Callable[[str, str], None],
         on_availability: Callable[[], None],
-        on_wanted: Callable[[str], None] = lambda _: None,
-        module: str = "appliance.front",
+        on_wanted: Callable[[str], None],
+        module: str,
     ) -> None:
         """Create the pool without starting any fronts.
 

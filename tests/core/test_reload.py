@@ -61,13 +61,6 @@ def test_every_setting_has_a_reload_hook() -> None:
     assert len(fields) == len(AT_RESTART) + len(APPLIED_HERE) + len(applied)
 
 
-def test_an_unchanged_file_changes_nothing(make_service: Make) -> None:
-    service = make_service().start_and_wait()
-    pids = service.pids()
-    assert reload(service) == Reloaded(changed=[], models=[], at_restart=[])
-    assert service.pids() == pids
-
-
 def test_settings_of_the_service_are_applied_without_restarting_a_process(make_service: Make) -> None:
     service = make_service(models=("m", "n")).start_and_wait()
     pids = service.pids()
@@ -415,8 +408,11 @@ def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -
     assert read_answer(service.connect("n 1"))[-1] == "front-0 length"
 
 
-def test_conf_d_files_can_be_added_and_removed(make_service: Make) -> None:
+def test_unchanged_files_change_nothing_and_conf_d_files_can_be_added_and_removed(make_service: Make) -> None:
     service = make_service().start_and_wait()
+    pids = service.pids()
+    assert reload(service) == Reloaded(changed=[], models=[], at_restart=[])
+    assert service.pids() == pids
     extra = Path(service.config.parent / "conf.d" / "20-more.toml")
     extra.parent.mkdir()
     extra.write_text("drain_grace_s = 4")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from appliance.channel.front_messages import Admit
 from appliance.channel.identity import Identity
@@ -44,16 +46,19 @@ class Parts:
         self.control = ControlStore(folder / "control.db")
         self.control.start()
         self.counted = CountedRows(NoRows(), ShownTenants(200, lambda: policies.tenants))
+        records: Any = SimpleNamespace(
+            counted=self.counted,
+            quotas=Quotas(time.monotonic),
+            identities=IdentityRegistry(lambda: policies, loaded.settings.unix),
+            contents=SimpleNamespace(keep=lambda message, descriptor: None),
+        )
         self.serving = ServingParts(
             lambda: loaded.settings,
             describe_models(loaded),
             registry=ModelRegistry(self.control),
             model_flags={},
-            rows=self.counted,
+            records=records,
             salt=str,
-            quotas=Quotas(time.monotonic),
-            identities=IdentityRegistry(lambda: policies, loaded.settings.unix),
-            keep=lambda message, descriptor: None,
             note=lambda where, description: None,
             on_availability=lambda: None,
         )
