@@ -12,11 +12,6 @@ from tests.demo_model.parity import measure
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_demo_model_answers_its_questions_as_documented(dtype: str) -> None:
-    assert share_right(answers(engine("cuda", dtype))) >= 0.95
-
-
 def test_float16_with_fp8_weights_answers_as_documented() -> None:
     """GEMMs with few rows use Triton kernels. GEMMs with many rows use the library, which always returns
     bfloat16."""
