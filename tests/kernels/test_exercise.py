@@ -4,9 +4,7 @@ compute-sanitizer must also run in the interpreter, and the sanitizer's output m
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from importlib.machinery import SourceFileLoader
@@ -22,6 +20,7 @@ from kernels.triton.linear_table import Product, problem
 from tests.kernels import exercise
 from tests.kernels.exercise import GROUPS
 from tests.kernels.shipped_plans import Shipped, shipped_plans
+from tests.share import pytest_collection_modifyitems
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -151,19 +150,15 @@ def test_a_failed_part_can_be_repeated_by_its_name() -> None:
     assert chosen("test_triton") == []
 
 
-def test_the_shares_of_a_file_contain_each_test_once(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]")
-    names = [f"test_{number}" for number in range(8)]
-    (tmp_path / "test_some.py").write_text("\n".join(f"def {name}(): pass" for name in names))
-    command = [sys.executable, "-m", "pytest", "-qq", "-p", "no:cacheprovider", "-p", "tests.share", "-rp"]
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+def test_the_shares_of_a_file_contain_each_test_once() -> None:
+    tests = [f"test_{number}" for number in range(8)]
     ran = []
     for number in (1, 2, 3):
-        share = [f"--share={number}/3", str(tmp_path)]
-        done = subprocess.run([*command, *share], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        ran.append(re.findall(r"test_\d", done.stdout))
-    assert ran == [names[0::3], names[1::3], names[2::3]]
+        config, items = Mock(), tests.copy()
+        config.getoption.return_value = f"{number}/3"
+        pytest_collection_modifyitems(config, items)
+        ran.append(items)
+    assert ran == [tests[0::3], tests[1::3], tests[2::3]]
 
 
 TRACEBACK = """Traceback (most recent call last):

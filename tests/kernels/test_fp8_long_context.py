@@ -33,10 +33,8 @@ import torch
 
 from kernels import PAGE_TOKENS, reference
 from kernels.reference_attention import paged_attention_decode, paged_attention_prefill
+from tests.kernels.decode_cases import ON_CPU, needs_cpu, needs_gpu
 
-ON_CPU = not torch.cuda.is_available()
-needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs only on machines without a GPU")
-needs_gpu = pytest.mark.skipif(ON_CPU, reason="no NVIDIA GPU: torch.cuda.is_available() is false")
 TOKENS = 65_536
 HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
@@ -230,7 +228,6 @@ def by_kernel(sequence: Sequence) -> torch.Tensor:
 @needs_cpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_in_the_interpreter_stays_within_the_bound(kind: str) -> None:
-    pytest.importorskip("triton")
     sequence = make(kind, 0, 4, 1, torch.float16, "cpu", tokens=2048)
     found = by_kernel(sequence)
     assert exact(sequence).worst(found, rounding=2**-12, weight=2**-11, tiny=2**-33) <= 1

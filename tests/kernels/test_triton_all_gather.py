@@ -4,7 +4,6 @@ ahead of each other, and share arenas with all-reduces."""
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from kernels.draws import BAD_TOKEN
 from kernels.triton import peer_arena
 from tests.kernels.peer_machine import AnyCall, Best, Call, Fault, Gather, PeerMachine
 from tests.kernels.test_compiling import compiled
-from tests.kernels.test_triton_all_reduce import calls_of, wanted
+from tests.kernels.test_triton_all_reduce import WORLDS, calls_of, wanted
 
 SPECIAL = np.array([-0.0, 0.0, np.nan, np.inf, -np.inf], np.float32)
 
@@ -74,8 +73,7 @@ def check(machine: PeerMachine, calls: list[AnyCall]) -> None:
     assert (machine.arenas == peer_arena.EMPTY_WORD).all()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("world", "seed"), WORLDS)
 def test_all_ranks_get_all_words_and_the_best_token_in_any_order_of_delivery(world: int, seed: int) -> None:
     check(PeerMachine(world, 3, 9, seed), mixed_calls(seed, world, 12))
 
@@ -107,7 +105,7 @@ def test_a_broken_protocol_is_detected(replacements: dict[str, str]) -> None:
             check(PeerMachine(3, 2, 20, seed, replacements), mixed_calls(seed, 3, 12))
 
 
-def test_the_kernels_of_every_rank_compile_for_hopper(tmp_path: Path) -> None:
-    done = compiled("tests.kernels.peer_compiled", TRITON_CACHE_DIR=str(tmp_path / "cache"))
+def test_the_kernels_of_every_rank_compile_for_hopper() -> None:
+    done = compiled("tests.kernels.peer_compiled")
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["22", "kernels,", "0", "failures"]

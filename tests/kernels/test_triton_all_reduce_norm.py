@@ -10,7 +10,7 @@ import pytest
 
 from kernels.triton import all_reduce_norm, peer_arena
 from tests.kernels.peer_machine import AnyCall, Call, Fault, NormCall, PeerMachine
-from tests.kernels.test_triton_all_reduce import calls_of, wanted
+from tests.kernels.test_triton_all_reduce import WORLDS, calls_of, wanted
 
 EPS = 1e-2
 
@@ -67,8 +67,7 @@ def mixed_calls(seed: int, world: int, count: int, most_rows: int) -> list[AnyCa
     ]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("world", "seed"), WORLDS)
 def test_all_ranks_get_the_quantised_norm_of_the_sum_in_any_order_of_delivery(world: int, seed: int) -> None:
     check(PeerMachine(world, 4, 9, seed), mixed_calls(seed, world, 8, most_rows=4))
 

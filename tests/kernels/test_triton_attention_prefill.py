@@ -19,11 +19,15 @@ from kernels.reference_attention import paged_attention_prefill
 triton = pytest.importorskip("triton")
 from kernels.triton import attention_prefill as kernel  # noqa: E402
 from tests.kernels.closeness import check_as_torch, error, worst_error  # noqa: E402
-from tests.kernels.decode_cases import fp8_cache  # noqa: E402
-
-ON_CPU = not torch.cuda.is_available()
-needs_cpu = pytest.mark.skipif(not ON_CPU, reason="the interpreter runs only on machines without a GPU")
-needs_gpu = pytest.mark.skipif(ON_CPU, reason="no NVIDIA GPU: torch.cuda.is_available() is false")
+from tests.kernels.decode_cases import (  # noqa: E402
+    LLAMA,
+    ON_CPU,
+    OTHERS,
+    close,
+    fp8_cache,
+    needs_cpu,
+    needs_gpu,
+)
 
 
 @dataclass
@@ -153,11 +157,6 @@ def make(
     return replace(case, **{name: each.to(device) for name, each in moved.items() if each is not None})
 
 
-def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    assert found.shape == expected.shape
-    assert (found.double() - expected.double()).abs().max() < tolerance
-
-
 CHUNKS = {
     "one token": [(0, 1)],
     "a page": [(0, 64)],
@@ -269,8 +268,6 @@ GPU_CHUNKS = {
     "long context": [(5000, 300)],
     "mixed": [(0, 512), (1000, 1), (63, 700), (0, 3), (2048, 130)],
 }
-LLAMA = (32, 8, 128)
-OTHERS = [(8, 4, 64), (28, 4, 128), (8, 8, 256)]
 
 
 @pytest.mark.gpu

@@ -12,16 +12,9 @@ import pytest
 import torch
 
 from kernels import ChoiceCount, reference
-from tests.kernels.experts_cases import routed
+from tests.kernels.experts_cases import E4M3, random_tensor, routed, routes
+from tests.kernels.linear_cases import DEVICE, EPS, linear, on_gpu
 from tests.kernels.test_triton_linear import check_bits
-
-routes = pytest.importorskip("kernels.triton.experts_route", exc_type=ImportError)
-linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
-
-EPS = 1e-5
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
-FP8 = torch.float8_e4m3fn
 
 CASES = [
     # Fields: tokens, experts, top_k, hidden.
@@ -33,19 +26,14 @@ CASES = [
 ]
 
 
-def _random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
-
-
 class Case:
     """Tokens and a router. Some experts have equal rows in the router's matrix, and therefore equal
     logits."""
 
     def __init__(self, tokens: int, experts: int, top_k: int, hidden: int, dtype: torch.dtype) -> None:
-        self.x = _random(tokens, hidden, seed=1, dtype=dtype)
-        self.gain = _random(hidden, seed=2, dtype=dtype)
-        self.router = _random(experts, hidden, seed=3, dtype=dtype) * hidden**-0.5
+        self.x = random_tensor(tokens, hidden, seed=1, dtype=dtype)
+        self.gain = random_tensor(hidden, seed=2, dtype=dtype)
+        self.router = random_tensor(experts, hidden, seed=3, dtype=dtype) * hidden**-0.5
         self.router[experts // 2] = self.router[0]
         self.router[experts - 1] = self.router[0]
         self.top_k = top_k
@@ -167,7 +155,9 @@ def test_arguments_that_do_not_match_are_reported() -> None:
     with pytest.raises(ValueError, match="their dtypes must be equal"):
         routes.route(case.x, case.gain, EPS, case.router.half(), 2, **options)
     with pytest.raises(ValueError, match="route supports up to 512"):
-        routes.route(_random(513, 48, seed=1, dtype=torch.float32), case.gain, EPS, case.router, 2, **options)
+        routes.route(
+            random_tensor(513, 48, seed=1, dtype=torch.float32), case.gain, EPS, case.router, 2, **options
+        )
 
 
 def test_no_tokens_launch_nothing() -> None:
@@ -202,7 +192,7 @@ def test_the_router_is_accurate_in_16_bits(shape: tuple, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("way", ["few", "many"])
 def test_normalised_tokens_are_quantised_to_e4m3(way: str) -> None:
     case = Case(13, *SHAPES[0], torch.bfloat16)
-    found = case.run(way, normalised=True, values=FP8, pdl=True)
+    found = case.run(way, normalised=True, values=E4M3, pdl=True)
     plain = case.run(way, normalised=True, pdl=True)
     values, scales = reference.quantise_fp8(plain.normed)
     assert torch.equal(found.scales, scales)

@@ -21,12 +21,9 @@ from tests.kernels.test_compiling import compiled
 
 fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
 from tests.kernels import test_triton_linear as products  # noqa: E402
+from tests.kernels.linear_cases import on_hopper  # noqa: E402
 from tests.kernels.shipped_plans import Product, Shipped, shipped_plans  # noqa: E402
 
-DEVICE = products.DEVICE
-on_hopper = pytest.mark.skipif(
-    DEVICE.type != "cuda" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
 SHIPPED = shipped_plans()
 BARRIERS = 1024
 """Upper bound, in bytes, on the shared memory that a program uses for its barriers and its warps' sums."""

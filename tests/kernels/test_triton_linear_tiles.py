@@ -17,13 +17,10 @@ import torch
 
 from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import test_triton_linear as products
+from tests.kernels.linear_cases import DEVICE, EPS, POISON, on_hopper
 from tests.kernels.test_compiling import compiled
 
 linear = pytest.importorskip("kernels.triton.linear", exc_type=ImportError)
-DEVICE, EPS, POISON = products.DEVICE, products.EPS, products.POISON
-on_hopper = pytest.mark.skipif(
-    DEVICE.type != "cuda" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
 
 ROWS = (2, 3, 7, 8, 9, 16, 17, 33, 64)
 BF16, F16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
