@@ -38,7 +38,7 @@ def _run_group(size: int, folders: list[Path], tokens: list[int], folder: Path) 
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
     for process in processes:
