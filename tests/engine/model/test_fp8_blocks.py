@@ -25,7 +25,6 @@ from tests.engine.running.thread_ranks import on_ranks
 from .checkpoints import (
     EXPERTS,
     MIXTRAL_PROJECTIONS,
-    OLMOE_EXPERTS,
     PROJECTIONS,
     QWEN2_EXPERTS,
     QWEN3_EXPERTS,
@@ -66,12 +65,11 @@ CASES = [
         Case("mixtral", "mixtral", {**EXPERTS, **SIZES}),
         Fp8("mixtral", blocks=True, quantised=MIXTRAL_PROJECTIONS),
     ),
-    (Case("olmoe", "olmoe", {**OLMOE_EXPERTS, **SIZES}), BLOCKS),
 ]
 TOLERANCE = 1e-4
 EQUAL = 0.5
 """Minimum fraction of sequences within the tolerance; see `test_fp8_checkpoints.EQUAL`."""
-SEQUENCES = torch.randint(3, 157, (6, 12), generator=torch.Generator().manual_seed(7)).tolist()
+SEQUENCES = torch.randint(3, 157, (4, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
 def _decoder(folder: Path, ranks: Ranks | None = None, *, blocks: bool = True) -> Decoder:
@@ -186,7 +184,8 @@ def test_dummy_weights_have_block_scales(tmp_path: Path) -> None:
     quantise(make(CASES[2][0], tmp_path), BLOCKS)
     decoder = _decoder(tmp_path)
     load_dummy(decoder, seed=3)
-    assert all(logits.isfinite().all() for logits in _logits(decoder))
+    (logits,) = teacher_forced(Driver(decoder, blocks=2), SEQUENCES[0], [7], [4], 5)
+    assert logits.isfinite().all()
     down = decoder.layers[0].attention.o.weight
     assert isinstance(down, Fp8Weight)
     assert dequantise(down).std().item() == pytest.approx(192**-0.5, rel=0.05)
