@@ -257,17 +257,15 @@ def test_the_reason_names_the_killed_rank_even_if_the_exit_of_its_peer_is_seen_f
 
 def test_a_folder_without_a_checkpoint_is_refused_with_the_reason(tmp_path: Path) -> None:
     async def scenario() -> None:
-        (tmp_path / "model").mkdir()
-        async with replica(tmp_path / "model") as watched:
-            await watched.group.stop()
-        spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path / "model"), device="cpu", kv_blocks=8)
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), device="cpu", kv_blocks=8)
         watched = Watched()
         watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
         async with asyncio.timeout(60):
             reason = await watched.end
         assert "exited with code 1" in reason
         assert [fatal.kind for fatal in watched.fatal] == ["checkpoint"]
-        assert str(tmp_path / "model") in watched.fatal[0].message
+        assert str(tmp_path) in watched.fatal[0].message
 
     asyncio.run(scenario())
 
