@@ -72,7 +72,6 @@ def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("family", "fp8", "kv_fp8", "ranks", "whole"),
     [
-        ("llama", 0, 0, 1, 0),
         ("llama", 1, 1, 1, 0),
         ("qwen2", 0, 1, 1, 0),
         ("qwen3", 1, 0, 1, 0),
