@@ -54,7 +54,7 @@ EQUAL = 0.5
 """Minimum fraction of short sequences that must be within the tolerance. In 2 to 11 of 100 sequences, a sum
 lies so close to the boundary between two e4m3 values that its last bits decide to which value it is rounded.
 An error in loading would affect every sequence."""
-SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
+SEQUENCES = torch.randint(3, 157, (8, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
 def _equal(decoder: Decoder, model: Any) -> float:
@@ -283,10 +283,3 @@ def test_a_negative_or_non_finite_scale_is_refused(number: float, tmp_path: Path
         lambda tensors: tensors[SCALE].flatten().__setitem__(95, number),
         f"{{file}}: tensor {SCALE} is invalid: scales must be finite and not negative; download it again",
     )
-
-
-def test_a_missing_file_of_scales_is_named(tmp_path: Path) -> None:
-    quantise(make(LLAMA, tmp_path), Fp8("apart", scales_apart=True))
-    (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors: no such file, but model"):
-        load_decoder(tmp_path)
