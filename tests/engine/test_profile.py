@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from engine.ceilings import CEILINGS, read_parameters
 from engine.config import ModelConfig
 from engine.families import read_config
 from engine.messages import ReplicaInfo
+from engine.profile.__main__ import main
 from engine.profile.report import idle_gaps, kernel_rows, lines
 from engine.profile.steps import StepShape
 from engine.profile.trace import TraceTimeline, read_timeline, short_name
@@ -334,42 +334,35 @@ def test_times_and_gaps_add_up_to_the_step(tmp_path: Path) -> None:
     assert "gaps: 2.5 µs, 5.0%" in text
 
 
-def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
+def test_a_profile_of_a_small_model_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = SHAPES["llama-3.2-1b"] | {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 256}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(small | {"bos_token_id": 1, "eos_token_id": 2}))
     trace = tmp_path / "out" / "trace.json"
-    command = [sys.executable, "-m", "engine.profile", "--model", str(tmp_path), "--load-format", "dummy"]
-    options = [
-        "--max-num-seqs",
-        "8",
-        "--max-num-batched-tokens",
-        "1024",
-        "--kv-blocks",
-        "128",
-        "--device",
-        "cpu",
-    ]
+    options = ["--model", str(tmp_path), "--load-format", "dummy", "--device", "cpu"]
+    sizes = ["--max-num-seqs", "8", "--max-num-batched-tokens", "1024", "--kv-blocks", "128"]
+    command = ["engine.profile", *options, *sizes, "--workload", "b8_decode"]
 
-    def profile(*wanted: str) -> subprocess.CompletedProcess[str]:
-        whole = [*command, *options, "--workload", "b8_decode", *wanted]
-        return subprocess.run(whole, capture_output=True, text=True, timeout=120, check=False)
+    def profile(*wanted: str) -> str:
+        monkeypatch.setattr(sys, "argv", [*command, *wanted])
+        assert main() == 0
+        return capsys.readouterr().out
 
-    done = profile("--steps", "3", "--trace", str(trace))
-    assert done.returncode == 0, done.stderr
-    assert "decode steps; weights float32, KV float32 on cpu" in done.stdout
-    assert "8 tokens per step, 8 of them decodes" in done.stdout
-    assert "recorded" not in done.stdout
-    linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
+    printed = profile("--steps", "3", "--trace", str(trace))
+    assert "decode steps; weights float32, KV float32 on cpu" in printed
+    assert "8 tokens per step, 8 of them decodes" in printed
+    assert "recorded" not in printed
+    linear = next(line.split() for line in printed.splitlines() if "linear" in line)
     # Each step has five GEMMs: four in the only layer, and the GEMM with the output matrix.
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
-    few = profile("--kind", "mixed", "--steps", "20")
+    printed = profile("--kind", "mixed", "--steps", "20")
     assert (
-        "recorded 8 steps instead of 20: the workload has no more consecutive steps of this kind"
-        in few.stdout
+        "recorded 8 steps instead of 20: the workload has no more consecutive steps of this kind" in printed
     )
-    assert "mean step of 8:" in few.stdout
-    too_many = profile("--skip", "300")
-    assert too_many.returncode == 1
-    assert "--skip is 300, but the workload has at most 255 consecutive decode steps" in too_many.stderr
+    assert "mean step of 8:" in printed
+    monkeypatch.setattr(sys, "argv", [*command, "--skip", "300"])
+    assert main() == 1
+    assert "--skip is 300, but the workload has at most 255 consecutive" in capsys.readouterr().err
