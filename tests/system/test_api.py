@@ -193,7 +193,8 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
                 f"http://{running.flags[1]}/openapi.json",
                 f"--header=Authorization: Bearer {key}",
                 "--checks=not_a_server_error",
-                "--max-examples=20",
+                "--phases=coverage,fuzzing",
+                "--max-examples=13",
                 "--seed=1",
                 "--workers=1",  # in CPython 3.11, all threads share one recursion counter in ast.parse
                 "--request-timeout=120",
@@ -213,5 +214,5 @@ def test_generated_requests_never_meet_a_server_error(tmp_path: Path) -> None:
         running.wait_until(lambda: running.replica()["running"] == 0, 60, "an idle replica")
         running.wait_until(lambda: running.replica()["blocks_used"] == 0, 60, "the blocks to be free")
         running.wait_until(lambda: not running.rows(state="open"), 60, "all rows to end")
-        assert len([row for row in running.rows() if row["status"] == 200]) > 20
+        assert len([row for row in running.rows() if row["status"] == 200]) >= 10
         assert not [row for row in running.rows() if (row["status"] or 0) >= 500]
