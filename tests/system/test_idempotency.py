@@ -42,9 +42,9 @@ def rows_of(running: Service, *request_ids: str) -> list[dict[str, Any]]:
 
 
 def stream(running: Service, begun: threading.Event) -> tuple[str, str]:
-    """Send a streamed request for 600 tokens, and set `begun` after its first tokens. Returns the text and
+    """Send a streamed request for 400 tokens, and set `begun` after its first tokens. Returns the text and
     the request id."""
-    body = ASK | {"max_tokens": 600, "stream": True}
+    body = ASK | {"max_tokens": 400, "stream": True}
     key = {"Idempotency-Key": "streamed"}
     with running.client(timeout=180) as client:
         raw = client.completions.with_raw_response.create(
@@ -85,10 +85,10 @@ def test_a_run_survives_the_death_of_its_replica_but_not_of_its_front(running: S
         assert [retry.result(120)[0] for retry in retries] == [text] * 3
     rows = rows_of(running, request_id, *(retry.result()[1] for retry in retries))
     assert [row["retry"] for row in rows] == [None, "joined", "joined", "joined"]
-    assert [row["billed_tokens"] for row in rows] == [600, 0, 0, 0]
+    assert [row["billed_tokens"] for row in rows] == [400, 0, 0, 0]
 
     for front in running.status()["fronts"]:
         running.kill_front(front["pid"])
     again, again_id = stream(running, begun)
     (row,) = rows_of(running, again_id)
-    assert (again, row["retry"], row["retry_of"], row["billed_tokens"]) == (text, "anew", request_id, 600)
+    assert (again, row["retry"], row["retry_of"], row["billed_tokens"]) == (text, "anew", request_id, 400)
