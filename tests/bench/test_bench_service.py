@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from appliance.text.tokenizer import Tokenizer
-from tests.system.service import APPLIANCE, service
+from tests.system.service import service
 
 pytestmark = pytest.mark.system
 
@@ -22,20 +22,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_service"
 def test_a_small_run_against_the_service(tmp_path: Path) -> None:
     with service("--fronts", "1") as running:
         words = ["--concurrency", "4", "--requests", "12", "--prompt-tokens", "48", "--output-tokens", "24"]
-        done = subprocess.run(
-            [
-                APPLIANCE,
-                "bench",
-                "--run-dir",
-                str(running.run_dir),
-                *words,
-                "--json",
-                str(tmp_path / "out.json"),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = running.run("bench", *words, "--json", str(tmp_path / "out.json"))
         assert done.returncode == 0, done.stdout + done.stderr
         made = json.loads((tmp_path / "out.json").read_text())
         (run,) = made["results"][0]["runs"]
