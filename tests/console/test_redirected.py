@@ -36,8 +36,6 @@ def console(folder: Path, *redirected: str) -> tuple[int, str]:
     ("redirected", "named"),
     [
         (("stdin",), "standard input is redirected"),
-        (("stdout",), "standard output is redirected"),
-        (("stderr",), "standard error is redirected"),
         (("stdout", "stderr"), "standard output and standard error are redirected"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,34 +17,22 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def demo(tmp_path: Path) -> Iterator[Tmux]:
-    terminal = Tmux(tmp_path, f"{APPLIANCE} console --demo")
-    try:
-        terminal.wait(lambda: "Tokens per second" in terminal.screen(), "the first frame")
-        yield terminal
-    finally:
-        terminal.tmux("kill-server")
-
-
-@pytest.mark.parametrize(("option", "captured"), [("", "1"), ("--no-mouse", "0")])
-def test_the_console_captures_the_mouse_unless_told_not_to(
-    tmp_path: Path, option: str, captured: str
+@pytest.mark.parametrize(
+    ("end", "option", "captures_mouse"), [("q", "", "1"), ("TERM", "--no-mouse", "0"), ("HUP", "", "1")]
+)
+def test_the_terminal_is_clean_after_every_exit_and_the_mouse_is_captured_unless_told_not_to(
+    tmp_path: Path, end: str, option: str, captures_mouse: str
 ) -> None:
-    terminal = Tmux(tmp_path, f"{APPLIANCE} console --demo {option}")
+    demo = Tmux(tmp_path, f"{APPLIANCE} console --demo {option}")
     try:
-        terminal.wait_for("Tokens per second")
-        assert terminal.tmux("display-message", "-p", "#{mouse_any_flag}").strip() == captured
+        demo.wait_for("Tokens per second")
+        assert demo.tmux("display-message", "-p", "#{mouse_any_flag}").strip() == captures_mouse
+        if end == "q":
+            demo.keys("q")
+        else:
+            subprocess.run(["kill", f"-{end}", str(demo.pid())], check=True)
+        assert demo.modes() >= SANE
+        assert demo.marker.read_text().strip() == {"q": "0", "TERM": "143", "HUP": "129"}[end]
+        assert "Tokens per second" not in demo.screen()
     finally:
-        terminal.tmux("kill-server")
-
-
-@pytest.mark.parametrize("end", ["q", "TERM", "HUP"])
-def test_the_terminal_is_clean_after_every_exit(demo: Tmux, end: str) -> None:
-    if end == "q":
-        demo.keys("q")
-    else:
-        subprocess.run(["kill", f"-{end}", str(demo.pid())], check=True)
-    assert demo.modes() >= SANE
-    assert demo.marker.read_text().strip() == {"q": "0", "TERM": "143", "HUP": "129"}[end]
-    assert "Tokens per second" not in demo.screen()
+        demo.tmux("kill-server")
