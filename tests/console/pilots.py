@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
+from textual import events
+from textual.keys import _character_to_key
 from textual.pilot import Pilot
 from textual.screen import Screen
 
@@ -13,6 +15,7 @@ from appliance.snapshot import Snapshot
 from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
 from console.fake import FakeSource
+from console.keys import CHARACTERS
 from console.lines import plain
 from console.source import SourceError
 from tests.console.frames import source
@@ -72,6 +75,22 @@ async def until(pilot: Pilot[int], condition: Callable[[], object]) -> None:
         if condition():
             return
     raise AssertionError("timed out after 60 s:\n" + shown(pilot.app))  # type: ignore[arg-type]
+
+
+async def processed(pilot: Pilot[int]) -> None:
+    """Wait until the console has processed its messages and any further messages that they caused."""
+    for _ in range(3):
+        await pilot.pause(0)
+
+
+async def press(pilot: Pilot[int], *keys: str) -> None:
+    """Press keys, and wait until the console has processed each of them. `Pilot.press` also waits until the
+    process is idle, which takes up to 2 s per key on a busy machine."""
+    for key in keys:
+        name = _character_to_key(key) if len(key) == 1 and not key.isalnum() else key
+        character = key if len(key) == 1 else {**CHARACTERS, "space": " "}.get(key)
+        pilot.app.post_message(events.Key(name, character))
+        await processed(pilot)
 
 
 def run(

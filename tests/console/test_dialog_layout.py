@@ -8,14 +8,15 @@ from textual.screen import Screen
 from textual.widgets import Button, Checkbox, Input, OptionList
 
 from appliance.actions import Action, action_named
-from console.action_dialog import ActionDialog
+from console.action_dialog import ActionDialog, fields_of
 from console.app import ConsoleApp
 from console.dialogs import Choice, ChoiceDialog, TextDialog
 from console.keys import offered
 from console.past_dialogs import SliceDialog, TimeDialog
-from tests.console.pilots import console, opened, run, text_of, until
+from tests.console.pilots import console, opened, press, run, text_of, until
 
-SIZES = ((120, 40), (80, 24), (60, 18), (40, 12))
+SMALLEST = ((60, 18), (40, 12))
+"""The smallest terminal with panels, and a smaller one. The pictures in `docs/console/` show larger ones."""
 LONG = "a-very-long-name-of-" + "x" * 44
 
 
@@ -38,7 +39,7 @@ async def begin(pilot: Pilot[int], app: ConsoleApp, name: str, values: dict[str,
 
 async def close(pilot: Pilot[int], app: ConsoleApp) -> None:
     """Close the dialog that is open, and wait until no action is being confirmed."""
-    await pilot.press("escape")
+    await press(pilot, "escape")
     await until(pilot, lambda: len(app.screen_stack) == 1 and not app.action_runner.confirming)
 
 
@@ -46,10 +47,25 @@ def target_of(action: Action, name: str) -> dict[str, str]:
     return {action.named_by: name} if action.named_by else {}
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_buttons_and_keys_of_every_action_are_visible(size: tuple[int, int]) -> None:
+def longest_texts() -> list[Action]:
+    """Return the actions with the longest title and the longest description among the actions with the same
+    danger and the same number of fields."""
+    kinds: dict[tuple[str, int], list[Action]] = {}
+    for action in offered():
+        fields = fields_of(action, target_of(action, LONG))
+        kinds.setdefault((action.danger, len(fields)), []).append(action)
+    longest = [
+        max(actions, key=lambda one: len(getattr(one, text)))
+        for actions in kinds.values()
+        for text in ("title", "description")
+    ]
+    return [action for action in offered() if action in longest]
+
+
+@pytest.mark.parametrize("size", SMALLEST, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_buttons_and_keys_of_actions_are_visible(size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        for action in offered():
+        for action in longest_texts():
             dialog = await begin(pilot, app, action.name, target_of(action, LONG))
             await until(pilot, lambda dialog=dialog: visible(dialog, "Button", "#keys", "#title"))
             await until(pilot, lambda dialog=dialog: "esc cancel" in text_of(dialog, "#keys"))
@@ -60,7 +76,7 @@ def test_buttons_and_keys_of_every_action_are_visible(size: tuple[int, int]) -> 
     run(steps, console(write=True), size)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("size", SMALLEST, ids=lambda size: f"{size[0]}x{size[1]}")
 def test_keys_of_the_other_dialogs_are_visible(size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         choices = [Choice(str(number), f"Choice {number} {LONG}") for number in range(50)]
@@ -81,14 +97,14 @@ def test_keys_of_the_other_dialogs_are_visible(size: tuple[int, int]) -> None:
     run(steps, console(), size)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("size", [(80, 24), *SMALLEST], ids=lambda size: f"{size[0]}x{size[1]}")
 def test_the_field_that_has_the_focus_is_visible(size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         dialog = await begin(pilot, app, "tenants.set", {"name": "mobile"})
         fields = list(dialog.query(Input))
         assert len(fields) > 10
         for _ in range(len(fields) + len(dialog.query(Button))):
-            await pilot.press("tab")
+            await press(pilot, "tab")
             focused = dialog.focused
             assert focused is not None
             if isinstance(focused, Input):
@@ -128,10 +144,10 @@ def test_the_arrow_keys_move_between_fields_and_buttons() -> None:
             ("up", "field-queue"),
             ("up", "field-grace_s"),
         ):
-            await pilot.press(key)
+            await press(pilot, key)
             await until(pilot, lambda name=name: dialog.focused is not None and dialog.focused.id == name)
         # Inside a text, these keys move the cursor.
-        await pilot.press("left")
+        await press(pilot, "left")
         assert dialog.focused is dialog.query_one("#field-grace_s")
 
     run(steps, console(write=True))
@@ -160,9 +176,9 @@ def test_a_page_key_scrolls_the_texts_of_a_small_dialog() -> None:
         dialog = await begin(pilot, app, "models.unload", {"model": "qwen3-8b"})
         body = dialog.query_one("#body")
         await until(pilot, lambda: body.max_scroll_y)
-        await pilot.press("pagedown")
+        await press(pilot, "pagedown")
         await until(pilot, lambda: body.scroll_y)
-        await pilot.press("pageup", "pageup")
+        await press(pilot, "pageup", "pageup")
         await until(pilot, lambda: not body.scroll_y)
 
     run(steps, console(write=True), (40, 12))
@@ -170,20 +186,20 @@ def test_a_page_key_scrolls_the_texts_of_a_small_dialog() -> None:
 
 def test_typed_text_narrows_the_list_of_actions() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("6", "a")
+        await press(pilot, "6", "a")
         await until(pilot, lambda: isinstance(app.screen, ChoiceDialog) and app.screen.focused)
         choices = app.screen.query_one(OptionList)
         count = choices.option_count
         assert count > 10
-        await pilot.press(*"model wa")
+        await press(pilot, *"model wa")
         await until(pilot, lambda: [one.id for one in choices.options] == ["models.wake"])
-        await pilot.press("x")
+        await press(pilot, "x")
         await until(pilot, lambda: "no choice contains this text" in str(choices.options[0].prompt))
-        await pilot.press("enter")
+        await press(pilot, "enter")
         assert isinstance(app.screen, ChoiceDialog)
-        await pilot.press("ctrl+u")
+        await press(pilot, "ctrl+u")
         await until(pilot, lambda: choices.option_count == count)
-        await pilot.press("down", "up", *"unpin", "enter")
+        await press(pilot, "down", "up", *"unpin", "enter")
         await until(pilot, lambda: opened(app))
         assert "Unpin model" in text_of(app.screen, "#title")
 

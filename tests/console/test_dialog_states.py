@@ -22,7 +22,7 @@ from console.past_dialogs import SliceDialog, TimeDialog
 from console.source import NoAnswerError, SourceError
 from console.target_state import state_lines
 from tests.console.frames import session
-from tests.console.pilots import console, opened, run, shown, text_of, until
+from tests.console.pilots import console, opened, press, run, shown, text_of, until
 
 OPENERS: dict[str, Callable[[ConsoleApp], object]] = {
     "action": lambda app: app.run_line("tenants set mobile"),
@@ -33,8 +33,7 @@ OPENERS: dict[str, Callable[[ConsoleApp], object]] = {
 }
 
 
-@pytest.mark.parametrize("key", ["ctrl+c", "ctrl+q"])
-@pytest.mark.parametrize("name", OPENERS)
+@pytest.mark.parametrize(("name", "key"), [*((name, "ctrl+c") for name in OPENERS), ("action", "ctrl+q")])
 def test_the_keys_that_end_the_console_also_work_in_dialogs(name: str, key: str) -> None:
     app = console(write=True)
 
@@ -45,7 +44,7 @@ def test_the_keys_that_end_the_console_also_work_in_dialogs(name: str, key: str)
         assert isinstance(app.screen, kinds)
         if fields := list(app.screen.query(Input)):
             fields[0].focus()
-        await pilot.press(key)
+        await press(pilot, key)
         await until(pilot, lambda: app.return_value == 0)
 
     run(steps, app)
@@ -57,7 +56,6 @@ def test_a_dialog_says_that_the_service_does_not_answer_and_stays_open() -> None
         await until(pilot, lambda: opened(app))
         dialog = app.screen
         before = text_of(dialog, "#impact")
-        app.source.steps = 1_000  # type: ignore[attr-defined]
         app.source.away = "the service on /run/appliance/admin.sock has stopped"  # type: ignore[attr-defined]
         message = "not up to date: the service on /run/appliance/admin.sock has stopped"
         await until(pilot, lambda: text_of(dialog, "#impact").startswith(f"{message}\n{before.split()[0]}"))
@@ -75,7 +73,7 @@ def test_an_action_that_the_stopped_service_does_not_perform_fails_with_the_reas
         app.screen.query_one("#confirm", Button).press()
         await until(pilot, lambda: isinstance(app.screen, TextDialog))
         await until(pilot, lambda: text_of(app.screen, "#title") == "Load model failed")
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await until(pilot, lambda: "Load model qwen3-8b: failed: the demo does not simulate" in shown(app))
 
     run(steps, console(write=True))
@@ -83,7 +81,7 @@ def test_an_action_that_the_stopped_service_does_not_perform_fails_with_the_reas
 
 def test_the_menu_of_a_read_only_console_says_so() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4", "a")
+        await press(pilot, "4", "a")
         await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         await until(pilot, lambda: "start the console with --write" in text_of(app.screen, "#title"))
 
@@ -205,7 +203,7 @@ def test_an_operator_who_gives_up_after_a_failure_still_sees_the_failure() -> No
         first.query_one("#confirm", Button).press()
         await until(pilot, lambda: app.screen is not first and opened(app))
         assert app.screen.query_one("#field-weight", Input).value == "3"
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
         assert "Change tenant mobile: failed: the demo does not simulate" in shown(app)
         assert "nothing was changed" not in shown(app)
