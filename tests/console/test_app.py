@@ -16,18 +16,17 @@ from textual.widgets import Button, OptionList, Static
 
 from appliance.cli.console_commands import Theme
 from appliance.protocol import Key, NewKey
-from console.action_dialog import ActionDialog
 from console.app import ConsoleApp
 from console.dialogs import ChoiceDialog, TextDialog
 from console.fake import FakeSource
-from console.keys import KEYS, offered
+from console.keys import offered
 from console.palette import ConsoleCommands
 from console.screens.registry import alternate_views
 from console.screens.table import TableView
 from console.source import ListName, ListRow, Row
 from console.themes import THEMES
 from tests.console.frames import SIZES
-from tests.console.pilots import console, opened, run, shown, until
+from tests.console.pilots import console, opened, press, run, shown, until
 
 
 def test_the_command_line_offers_every_theme() -> None:
@@ -37,10 +36,10 @@ def test_the_command_line_offers_every_theme() -> None:
 def test_every_screen_opens_with_its_key_in_every_theme_and_glyph_set() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         for view in app.session.views:
-            await pilot.press(view.key)
+            await press(pilot, view.key)
             assert app.session.view is view
         for _ in range(5):
-            await pilot.press("t", "b")
+            await press(pilot, "t", "b")
         assert app.session.theme == "dark"
 
     run(steps, console())
@@ -49,9 +48,9 @@ def test_every_screen_opens_with_its_key_in_every_theme_and_glyph_set() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_help_explains_the_screen_and_escape_closes_it(size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4", "question_mark")
+        await press(pilot, "4", "question_mark")
         await until(pilot, lambda: "Help: Requests" in shown(app))
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await until(pilot, lambda: "Help:" not in shown(app))
 
     run(steps, console(), size)
@@ -59,11 +58,11 @@ def test_help_explains_the_screen_and_escape_closes_it(size: tuple[int, int]) ->
 
 def test_a_filter_applies_while_it_is_typed_and_escape_restores_it() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("7", "slash", *"mobile")
+        await press(pilot, "7", "slash", *"mobile")
         await until(pilot, lambda: "Tenants 1 of 8" in shown(app))
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await until(pilot, lambda: "Tenants 8 " in shown(app))
-        await pilot.press("slash", *"mobile", "enter")
+        await press(pilot, "slash", *"mobile", "enter")
         await until(pilot, lambda: "Tenants 1 of 8" in shown(app))
 
     run(steps, console())
@@ -77,26 +76,26 @@ def test_tab_lists_the_possible_completions_with_their_names() -> None:
             return [ListRow(id="quiet", subject="quiet")] * (name == "rules") + [*await rows(name)]
 
         app.source.rows = with_own_rule  # type: ignore[method-assign]
-        await pilot.press("colon", *"keys revoke ")
+        await press(pilot, "colon", *"keys revoke ")
         await until(pilot, lambda: "callers" in app.session.context.rows)
         [key, *_] = [one for one in app.session.context.rows["callers"] if isinstance(one, Key)]
-        await pilot.press("tab")
+        await press(pilot, "tab")
         await until(pilot, lambda: f"{key.id} ({key.name})" in shown(app))
-        await pilot.press(*key.id.removeprefix(app.prompt.value.rpartition(" ")[2]), "tab")
+        await press(pilot, *key.id.removeprefix(app.prompt.value.rpartition(" ")[2]), "tab")
         await until(pilot, lambda: app.prompt.value == f"keys revoke {key.id} ")
         await until(pilot, lambda: f"({key.name})" not in shown(app))
         app.prompt.value = "k"
-        await pilot.press("tab")
+        await press(pilot, "tab")
         await until(pilot, lambda: " kv  keys  keys create  keys rotate" in shown(app))
         app.prompt.value = "alerts unsilence "
-        await pilot.press("tab")
+        await press(pilot, "tab")
         await until(pilot, lambda: app.prompt.value == "alerts unsilence 5f0c21aa ")
         await until(pilot, lambda: "rules" in app.session.context.rows)
         app.prompt.value = "alerts silence q"
-        await pilot.press("tab")
+        await press(pilot, "tab")
         await until(pilot, lambda: "quiet  queue-full" in shown(app))
         app.prompt.value = "alerts silence kv-"
-        await pilot.press("tab")
+        await press(pilot, "tab")
         await until(pilot, lambda: app.prompt.value.startswith("alerts silence kv-cache"))
 
     run(steps, console(write=True))
@@ -144,9 +143,9 @@ def test_keys_that_arrive_at_once_after_enter_do_not_go_to_the_command_line() ->
 
 def test_a_late_report_that_the_command_line_was_hidden_does_not_take_its_focus() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("colon")
+        await press(pilot, "colon")
         app.prompt.post_message(events.Hide())
-        await pilot.press(*"pause")
+        await press(pilot, *"pause")
         await until(pilot, lambda: app.prompt.value == "pause")
         assert not app.session.state.paused
 
@@ -155,13 +154,13 @@ def test_a_late_report_that_the_command_line_was_hidden_does_not_take_its_focus(
 
 def test_a_choice_made_twice_closes_only_its_dialog() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("7", "a")
+        await press(pilot, "7", "a")
         await until(pilot, lambda: isinstance(app.screen, ChoiceDialog) and app.screen.focused)
         dialog = app.screen
         dialog.dismiss("tenants.set")
         dialog.dismiss("tenants.set")
         await until(pilot, lambda: opened(app))
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await until(pilot, lambda: "nothing was changed" in shown(app))
 
     run(steps, console(write=True))
@@ -169,9 +168,9 @@ def test_a_choice_made_twice_closes_only_its_dialog() -> None:
 
 def test_the_command_line_shows_screens_and_refuses_unknown_commands() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("colon", *"models", "enter")
+        await press(pilot, "colon", *"models", "enter")
         await until(pilot, lambda: app.session.view.name == "models")
-        await pilot.press("colon", *"nonsense", "enter")
+        await press(pilot, "colon", *"nonsense", "enter")
         await until(pilot, lambda: "unknown command 'nonsense'" in shown(app))
 
     run(steps, console())
@@ -183,45 +182,24 @@ def test_the_audit_chain_is_verified_by_key_and_by_command(size: tuple[int, int]
     rows = app.source._rows  # type: ignore[attr-defined]
 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("V")
+        await press(pilot, "V")
         await until(pilot, lambda: "chain ok at 09-21 14:1" in shown(app))
         assert app.session.view.name == "audit" and f": {len(rows.audit)} rows," in shown(app)
         rows.audit[3] = msgspec.structs.replace(rows.audit[3], target="another")
-        await pilot.press("1", "colon", *"audit verify", "enter")
+        await press(pilot, "1", "colon", *"audit verify", "enter")
         await until(pilot, lambda: "chain BROKEN at row 4, found at" in shown(app))
         assert app.session.view.name == "audit"
 
     run(steps, app, size)
 
 
-def test_a_read_only_console_performs_no_action_through_any_key_or_command() -> None:
-    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        for key in "4678":
-            await pilot.press(key)
-            for one in KEYS:
-                if one.group == "Actions":
-                    await pilot.press(one.keys[0])
-                    await pilot.pause()
-                    if one.command == "actions":
-                        await pilot.press("enter")
-                    assert not isinstance(app.screen, ActionDialog), one
-        for action in offered():
-            app.run_line(f"{action.name.replace('.', ' ')} {'x' if action.named_by else ''}")
-            app.action_run(f"act {action.name}")
-            await pilot.pause()
-            assert not isinstance(app.screen, ActionDialog), action.name
-        assert not hasattr(app.source, "performed")
-
-    run(steps, console())
-
-
 def test_a_confirmed_action_is_performed_on_each_marked_row() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4", "space", "space", "X")
+        await press(pilot, "4", "space", "space", "X")
         for _ in range(2):
             await until(pilot, lambda: opened(app))
             dialog = app.screen
-            await pilot.press("tab", "enter")
+            await press(pilot, "tab", "enter")
             await until(pilot, lambda dialog=dialog: app.screen is not dialog)  # type: ignore[misc]
         await until(pilot, lambda: len(getattr(app.source, "performed", [])) == 2)
 
@@ -230,7 +208,7 @@ def test_a_confirmed_action_is_performed_on_each_marked_row() -> None:
 
 def test_the_silence_under_the_cursor_is_ended() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("8", "v")
+        await press(pilot, "8", "v")
         await until(pilot, lambda: "disk-*" in shown(app))
         app.action_run("act alerts.unsilence")
         await until(pilot, lambda: opened(app))
@@ -261,7 +239,7 @@ def test_a_new_key_is_shown_before_the_lists_have_been_read_again() -> None:
             return await rows(name)
 
         app.source.act, app.source.rows = create, slow  # type: ignore[method-assign]
-        await pilot.press("7", "v", "v")
+        await press(pilot, "7", "v", "v")
         await until(pilot, lambda: "callers" in app.session.context.rows)
         app.call_later(app.run_line, "keys create --name new --tenant mobile")
         await until(pilot, lambda: opened(app))
@@ -272,7 +250,7 @@ def test_a_new_key_is_shown_before_the_lists_have_been_read_again() -> None:
         )
         assert app.session.context.rows["callers"]
         # The operator may have pressed `enter` once too often to confirm the action.
-        await pilot.press("enter")
+        await press(pilot, "enter")
         assert isinstance(app.screen, TextDialog)
         answered.set()
         await until(pilot, lambda: not app.session.context.rows["callers"])
@@ -294,7 +272,7 @@ def test_the_console_stays_and_reconnects_when_the_service_is_away() -> None:
 def test_a_table_is_exported_to_a_private_file(tmp_path: Path) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         path = tmp_path / "tenants.csv"
-        await pilot.press("7")
+        await press(pilot, "7")
         app.run_line(f"export csv {path}")
         assert path.read_text().startswith("name,")
         assert path.stat().st_mode & 0o777 == 0o600
@@ -311,7 +289,7 @@ def test_an_export_keeps_files_that_the_console_did_not_write(tmp_path: Path) ->
         own, foreign, link = tmp_path / "own.csv", tmp_path / "foreign.csv", tmp_path / "link.csv"
         foreign.write_text("precious")
         link.symlink_to(foreign)
-        await pilot.press("7")
+        await press(pilot, "7")
         for path in (foreign, link, tmp_path):
             app.run_line(f"export csv {path}")
             await until(pilot, lambda path=path: f"{path} already exists" in _message(app))
@@ -347,9 +325,9 @@ def test_the_palette_offers_actions_only_with_write(write: bool) -> None:
 def test_the_palette_leads_to_the_screens_without_a_tab() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         for search, name in (("silences", "silences"), ("local users", "keys"), ("finished", "finished")):
-            await pilot.press("ctrl+p", *search)
+            await press(pilot, "ctrl+p", *search)
             await until(pilot, lambda: app.screen.query_one(OptionList).option_count)
-            await pilot.press("enter")
+            await press(pilot, "enter")
             await until(pilot, lambda name=name: app.session.view.name == name)  # type: ignore[misc]
         commands = {command for _, _, command in ConsoleCommands(app.screen)._entries()}
         assert commands >= {f"screen {view.name}" for view in alternate_views()}
@@ -363,14 +341,14 @@ def test_jump_mode_goes_to_the_row_or_panel_with_the_typed_letter() -> None:
     async def jump() -> None:
         async with app.run_test(size=(120, 40)) as pilot:
             await until(pilot, lambda: app.session.context.snapshot is not None)
-            await pilot.press("4", "f")
+            await press(pilot, "4", "f")
             await until(pilot, lambda: "\nd" in shown(app) and "type the letter" in shown(app))
-            await pilot.press("d")
+            await press(pilot, "d")
             await until(pilot, lambda: not app.session.context.jumping)
             view = app.session.view
             assert isinstance(view, TableView)
             assert view.cursor == view.id_of(view.ordered(app.session.context)[2])
-            await pilot.press("1", "f", "s", "enter")
+            await press(pilot, "1", "f", "s", "enter")
             await until(pilot, lambda: "Tokens per second" not in shown(app) and "Latency" in shown(app))
 
     asyncio.run(jump())
@@ -378,16 +356,16 @@ def test_jump_mode_goes_to_the_row_or_panel_with_the_typed_letter() -> None:
 
 def test_in_jump_mode_any_other_key_only_ends_the_mode() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("7", "slash", *"s", "enter", "down")
+        await press(pilot, "7", "slash", *"s", "enter", "down")
         view = app.session.view
         assert isinstance(view, TableView)
         app.redraw()
         cursor = view.cursor
         assert cursor != view.id_of(view.ordered(app.session.context)[0])
         for key in ("up", "down", "home", "f1", "q", "escape", "1", "space", "N"):
-            await pilot.press("f")
+            await press(pilot, "f")
             assert app.session.context.jumping
-            await pilot.press(key)
+            await press(pilot, key)
             assert not app.session.context.jumping, key
             assert (view.cursor, view.filter, view.marks) == (cursor, "s", set()), key
             assert app.session.view is view and not app.session.state.help, key
@@ -402,15 +380,15 @@ def test_enter_on_a_block_opens_the_request_that_uses_it() -> None:
     async def follow() -> None:
         async with app.run_test(size=(120, 40)) as pilot:
             await until(pilot, lambda: app.session.context.snapshot is not None)
-            await pilot.press("3")
+            await press(pilot, "3")
             await until(pilot, lambda: "1 cell = " in shown(app))
             context = app.session.context
             while not app.session.view.request(context):
-                await pilot.press("right")
+                await press(pilot, "right")
             request = app.session.view.request(context)
-            await pilot.press("enter")
+            await press(pilot, "enter")
             await until(pilot, lambda: f"Requests ▸ {request}" in shown(app))
-            await pilot.press("backspace")
+            await press(pilot, "backspace")
             await until(pilot, lambda: app.session.view.name == "kv")
 
     asyncio.run(follow())

@@ -21,7 +21,7 @@ from console.fake import FIXED_TIME, FakeSource
 from console.impact import result_lines
 from console.palette import ConsoleCommands
 from tests.console.frames import SIZES, source
-from tests.console.pilots import opened, until
+from tests.console.pilots import opened, press, until
 from tests.console.test_svg import compare, settled, utc  # noqa: F401
 
 STEPS = 20
@@ -127,7 +127,7 @@ def test_a_dialog_looks_like_its_picture(utc: None, name: str, size: tuple[int, 
     async def drawn() -> str:
         async with app.run_test(size=size) as pilot:
             await until(pilot, lambda: app._fed > STEPS)
-            await pilot.press(key)
+            await press(pilot, key)
             open_dialog(app)
             await until(pilot, lambda: is_open(app))
             if name == "limits":

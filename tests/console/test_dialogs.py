@@ -21,18 +21,18 @@ from console.app import ConsoleApp
 from console.dialogs import ScrollArea
 from console.screens.table import TableView
 from console.source import ListName, Row
-from tests.console.pilots import StillSource, console, opened, run, shown, until
+from tests.console.pilots import StillSource, console, opened, press, run, shown, until
 
 
 def test_a_dialog_shows_impact_and_cli_command_and_its_default_is_cancel() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4", "X")
+        await press(pilot, "4", "X")
         await until(pilot, lambda: opened(app))
         text = "\n".join(str(one.render()) for one in app.screen.query("Static"))
         assert "$ appliance requests cancel req-" in text
         assert "output tokens" in text
         assert app.screen.focused is app.screen.query_one("#cancel", Button)
-        await pilot.press("enter")
+        await press(pilot, "enter")
         await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
         assert not hasattr(app.source, "performed")
         await until(pilot, lambda: "nothing was changed" in shown(app))
@@ -42,16 +42,16 @@ def test_a_dialog_shows_impact_and_cli_command_and_its_default_is_cancel() -> No
 
 def test_a_command_line_without_a_target_concerns_the_row_under_the_cursor() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4")
+        await press(pilot, "4")
         await until(pilot, lambda: app._fed > StillSource.steps)
         [name] = app.session.view.selected(app.session.context)
         app.call_later(app.run_line, "requests cancel")
         await until(pilot, lambda: opened(app))
         assert name in str(app.screen.query_one("#title", Static).render())
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
         # A `drain` without a model applies to the whole service, even if a model is under the cursor.
-        await pilot.press("6")
+        await press(pilot, "6")
         app.call_later(app.run_line, "drain")
         await until(pilot, lambda: opened(app))
         assert "Drain the service?" in str(app.screen.query_one("#title", Static).render())
@@ -61,9 +61,9 @@ def test_a_command_line_without_a_target_concerns_the_row_under_the_cursor() -> 
 
 def test_a_drain_is_a_form_with_a_banner() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("colon", *"drain --grace 45s", "enter")
+        await press(pilot, "colon", *"drain --grace 45s", "enter")
         await until(pilot, lambda: opened(app))
-        await pilot.press("tab", "enter")
+        await press(pilot, "tab", "enter")
         await until(pilot, lambda: "SERVICE DRAINING" in shown(app))
         assert app.source.performed[0].grace_s == 45.0  # type: ignore[attr-defined]
 
@@ -81,7 +81,7 @@ def test_a_form_shows_durations_with_their_unit() -> None:
             assert dialog.query_one(f"#field-{field}", Input).value == duration
             # The default value is not sent, and the CLI command does not contain this value.
             assert dialog._collected() == values
-            await pilot.press("escape")
+            await press(pilot, "escape")
             await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
 
     run(steps, console(write=True))
@@ -89,7 +89,7 @@ def test_a_form_shows_durations_with_their_unit() -> None:
 
 def test_the_key_and_the_mapping_under_the_cursor_are_filled_in() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("7", "v", "v")
+        await press(pilot, "7", "v", "v")
         await until(pilot, lambda: "key_" in shown(app))
         [name] = app.session.view.selected(app.session.context)
         for action, target in (("keys.revoke", name), ("peers.unmap", "uid:1004")):
@@ -101,7 +101,7 @@ def test_the_key_and_the_mapping_under_the_cursor_are_filled_in() -> None:
             await until(pilot, lambda: opened(app))
             command = str(app.screen.query_one("#command", Static).render())
             assert command.startswith(f"$ appliance {action.replace('.', ' ')} {target}")
-            await pilot.press("escape")
+            await press(pilot, "escape")
             await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
         view.cursor = name
         app.redraw()
@@ -113,7 +113,7 @@ def test_the_key_and_the_mapping_under_the_cursor_are_filled_in() -> None:
 
 def test_a_typed_action_needs_the_name_of_its_target() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("7")
+        await press(pilot, "7")
         app.call_later(
             app.action_runner.begin, action_named("tenants.delete"), {"name": "mobile"}, given=True
         )
@@ -130,7 +130,7 @@ def test_a_typed_action_needs_the_name_of_its_target() -> None:
 
 def test_a_dialog_says_that_a_tenant_with_keys_cannot_be_deleted() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("7")
+        await press(pilot, "7")
         app.call_later(
             app.action_runner.begin, action_named("tenants.delete"), {"name": "mobile"}, given=True
         )
@@ -142,7 +142,7 @@ def test_a_dialog_says_that_a_tenant_with_keys_cannot_be_deleted() -> None:
 
 def test_the_button_that_keeps_a_request_is_not_called_cancel() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4", "X")
+        await press(pilot, "4", "X")
         await until(pilot, lambda: opened(app))
         labels = [str(button.label) for button in app.screen.query(Button)]
         assert labels == ["Back", "Cancel request"]
@@ -217,7 +217,7 @@ def test_the_buttons_stay_visible_while_a_replay_runs() -> None:
 
 def test_a_dialog_refuses_if_the_state_has_changed() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4", "X")
+        await press(pilot, "4", "X")
         await until(pilot, lambda: opened(app))
         dialog = app.screen
         snapshot = app.session.context.snapshot
@@ -246,7 +246,7 @@ def test_the_impact_in_an_open_dialog_follows_the_service_also_while_updates_are
     action: str, target: str
 ) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("p")
+        await press(pilot, "p")
         await until(pilot, lambda: "PAUSED" in shown(app))
         chosen = action_named(action)
         app.call_later(app.action_runner.begin, chosen, {chosen.named_by: target}, given=True)
@@ -272,7 +272,7 @@ def test_the_dialog_of_a_request_reads_its_blocks_from_every_screen() -> None:
         app.call_later(app.run_line, f"requests cancel {snapshot.requests[0].request_id}")
         await until(pilot, lambda: opened(app) and app.source.reads_blocks)
         await until(pilot, lambda: "KV blocks" in impact_of(app))
-        await pilot.press("escape")
+        await press(pilot, "escape")
         await until(pilot, lambda: not app.source.reads_blocks)
 
     run(steps, console(write=True))
@@ -344,7 +344,7 @@ def test_a_wrong_value_in_a_form_is_named_and_nothing_is_performed() -> None:
 
 def test_a_layout_that_was_scheduled_before_a_dialog_closed_does_nothing() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("D")
+        await press(pilot, "D")
         await until(pilot, lambda: opened(app))
         dialog = app.screen
         assert isinstance(dialog, ActionDialog)

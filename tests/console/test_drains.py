@@ -14,7 +14,7 @@ from console.lines import plain
 from console.session import ConsoleSession
 from console.simulated import SimDrain
 from tests.console.frames import source
-from tests.console.pilots import console, opened, run, shown, until
+from tests.console.pilots import console, opened, press, run, shown, until
 
 
 def drained(app: ConsoleApp, *models: str | None) -> None:
@@ -80,16 +80,16 @@ def test_the_key_ends_the_drain_in_the_banner_whatever_row_is_selected() -> None
         drained(app, "qwen3-8b")
         await until(pilot, lambda: "press R to resume" in shown(app))
         for screen in ("6", "1", "7"):
-            await pilot.press(screen)
+            await press(pilot, screen)
             assert app.session.view.selected(app.session.context) != ["qwen3-8b"]
-            await pilot.press("R")
+            await press(pilot, "R")
             await until(pilot, lambda: opened(app))
             assert "Resume model qwen3-8b?" in str(app.screen.query_one("#title", Static).render())
-            await pilot.press("escape")
+            await press(pilot, "escape")
             await until(pilot, lambda: len(app.screen_stack) == 1 and app.action_runner.confirming is None)
-        await pilot.press("R")
+        await press(pilot, "R")
         await until(pilot, lambda: opened(app))
-        await pilot.press("tab", "enter")
+        await press(pilot, "tab", "enter")
         await until(pilot, lambda: "qwen3-8b DRAIN" not in shown(app))
         assert app.source.performed == [ResumeService(model="qwen3-8b")]  # type: ignore[attr-defined]
 
@@ -100,14 +100,14 @@ def test_with_several_drains_the_key_asks_which_one_to_end() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         drained(app, "qwen3-8b", None)
         await until(pilot, lambda: shown(app).count("press R to resume one") == 2)
-        await pilot.press("R")
+        await press(pilot, "R")
         await until(pilot, lambda: isinstance(app.screen, ChoiceDialog) and app.screen.focused)
         choices = app.screen.query_one(OptionList)
         assert [str(one.prompt) for one in choices.options] == ["model qwen3-8b", "the service"]
-        await pilot.press("down", "enter")
+        await press(pilot, "down", "enter")
         await until(pilot, lambda: opened(app))
         assert "Resume the service?" in str(app.screen.query_one("#title", Static).render())
-        await pilot.press("tab", "enter")
+        await press(pilot, "tab", "enter")
         await until(pilot, lambda: "SERVICE DRAIN" not in shown(app))
         assert "MODEL qwen3-8b DRAIN" in shown(app) and "resume one" not in shown(app)
 
@@ -116,7 +116,7 @@ def test_with_several_drains_the_key_asks_which_one_to_end() -> None:
 
 def test_the_key_says_that_nothing_is_drained() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("R")
+        await press(pilot, "R")
         await until(pilot, lambda: "nothing to resume" in shown(app))
 
     run(steps, console(write=True))

@@ -26,26 +26,26 @@ from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
 from tests.console.frames import SIZES, session, source
-from tests.console.pilots import console, run, shown, until
+from tests.console.pilots import console, press, run, shown, until
 from tests.console.recorded import fake_seconds, record
 from tests.core.conftest import read_answer, running_core
 
 
 def test_v_switches_between_unfinished_and_finished_requests_under_the_same_key() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4", "v")
+        await press(pilot, "4", "v")
         await until(pilot, lambda: "Finished requests" in shown(app) and " stop " in shown(app))
-        await pilot.press("enter")
+        await press(pilot, "enter")
         await until(pilot, lambda: "Time from arrival to completion" in shown(app))
-        await pilot.press("escape", "v")
+        await press(pilot, "escape", "v")
         await until(pilot, lambda: app.session.view.name == "requests")
-        await pilot.press("colon", *"finished", "enter")
+        await press(pilot, "colon", *"finished", "enter")
         await until(pilot, lambda: app.session.view.name == "finished")
-        await pilot.press("4")
+        await press(pilot, "4")
         await until(pilot, lambda: app.session.view.name == "requests")
-        await pilot.press("v", "tab")
+        await press(pilot, "v", "tab")
         await until(pilot, lambda: app.session.view.name == "gpus")
-        await pilot.press("7", "v")
+        await press(pilot, "7", "v")
         await until(pilot, lambda: "Usage 168" in shown(app))
 
     run(steps, console())
@@ -152,9 +152,9 @@ def test_the_usage_sums_the_rows_that_match_the_filter() -> None:
 
 def test_no_action_concerns_a_row_of_the_usage() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("7", "v")
+        await press(pilot, "7", "v")
         await until(pilot, lambda: "Usage 168" in shown(app))
-        await pilot.press("Q")
+        await press(pilot, "Q")
         await until(pilot, lambda: "select a tenant first" in shown(app))
 
     run(steps, console(write=True))

@@ -14,7 +14,7 @@ from console.keymap import DEFAULT_KEYMAP, read_keymap
 from console.keys import KEYS, key_of, shown_name
 from console.palette import ConsoleCommands
 from tests.console.frames import source
-from tests.console.pilots import StillSource, run, shown, until
+from tests.console.pilots import StillSource, press, run, shown, until
 
 
 def written(folder: Path, text: str) -> str:
@@ -131,22 +131,22 @@ def test_the_keys_of_the_file_work_and_the_replaced_ones_do_not(tmp_path: Path) 
     )
 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4")
+        await press(pilot, "4")
         assert app.session.view.name == "overview"
-        await pilot.press("f6")
+        await press(pilot, "f6")
         assert app.session.view.name == "requests"
-        await pilot.press("ctrl+o")
+        await press(pilot, "ctrl+o")
         assert app.session.view.name == "tenants"
         before = app.session.view.selected(app.session.context)
-        await pilot.press("p")
+        await press(pilot, "p")
         assert app.session.view.selected(app.session.context) != before
         assert not app.session.state.paused
-        await pilot.press("j")
-        await pilot.press("z")
+        await press(pilot, "j")
+        await press(pilot, "z")
         assert app.session.state.paused
-        await pilot.press("q")
+        await press(pilot, "q")
         assert app.is_running
-        await pilot.press("ctrl+c")
+        await press(pilot, "ctrl+c")
         await until(pilot, lambda: not app.is_running)
 
     run(steps, console(path))
@@ -159,11 +159,11 @@ def test_help_footer_tabs_and_palette_show_the_keys_of_the_file(tmp_path: Path) 
     )
 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("f6")
+        await press(pilot, "f6")
         await until(pilot, lambda: "f6 Requests" in shown(app))
         footer = shown(app).splitlines()[-1]
         assert "H help" in footer and "^o filter" in footer and "pause" not in footer
-        await pilot.press("H")
+        await press(pilot, "H")
         await until(pilot, lambda: "Help: Requests" in shown(app))
         assert "^ to close" in shown(app)
         app.session.state.help_scroll = 10_000
@@ -184,7 +184,7 @@ def test_an_action_without_default_key_can_get_one_but_not_the_right_to_act(tmp_
     path = written(tmp_path, '"act models.load" = "M"')
 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("6", "M")
+        await press(pilot, "6", "M")
         await until(pilot, lambda: "this console is read-only" in shown(app))
         assert not hasattr(app.source, "performed")
 
@@ -200,7 +200,7 @@ def test_with_a_wrong_file_the_console_starts_with_the_default_keys_and_says_so(
 
         await until(pilot, lambda: isinstance(app.screen, TextDialog))
         await until(pilot, lambda: "default keys" in text() and f"{path}, line 2" in text())
-        await pilot.press("escape", "4")
+        await press(pilot, "escape", "4")
         assert app.session.view.name == "requests"
 
     run(steps, console(path))

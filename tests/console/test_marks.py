@@ -13,7 +13,7 @@ from console.lines import plain
 from console.screens.requests import RequestsView
 from console.session import ConsoleSession
 from tests.console.frames import session
-from tests.console.pilots import console, opened, run, shown, until
+from tests.console.pilots import console, opened, press, run, shown, until
 
 
 def marked(count: int) -> tuple[ConsoleSession, RequestsView]:
@@ -69,18 +69,18 @@ def test_marks_of_rows_that_the_filter_hides_are_counted_and_kept() -> None:
 
 def test_an_action_skips_marked_rows_that_end_before_it_and_goes_on_with_the_rest() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("4", "space", "space", "space")
+        await press(pilot, "4", "space", "space", "space")
         view = app.session.view
         first, second, third = view.selected(app.session.context)
-        await pilot.press("X")
+        await press(pilot, "X")
         await until(pilot, lambda: opened(app))
         app.source.simulation.cancel(second)  # type: ignore[attr-defined]
         await until(pilot, lambda: not view.has_target(second, app.session.newest()))
-        await pilot.press("tab", "enter")
+        await press(pilot, "tab", "enter")
         await until(
             pilot, lambda: opened(app) and third in str(app.screen.query_one("#title", Static).render())
         )
-        await pilot.press("tab", "enter")
+        await press(pilot, "tab", "enter")
         await until(pilot, lambda: "Cancel request: 2 of 3 done, 1 no longer listed" in shown(app))
         performed = app.source.performed  # type: ignore[attr-defined]
         assert performed == [CancelRequest(request_id=first), CancelRequest(request_id=third)]

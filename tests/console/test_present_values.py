@@ -21,7 +21,7 @@ from console.parameters import entered
 from console.present import absent_text, present_values
 from console.source import ListName, Row
 from tests.console.frames import session
-from tests.console.pilots import console, opened, run, until
+from tests.console.pilots import console, opened, press, run, until
 
 
 def absent(dialog: ActionDialog, name: str) -> str:
@@ -57,7 +57,7 @@ def test_the_dialog_of_a_tenant_shows_the_present_value_of_every_field() -> None
         field = dialog.query_one("#field-tokens_per_minute", Input)
         assert beside(dialog, "tokens_per_minute") == ""
         field.focus()
-        await pilot.press(*"500")
+        await press(pilot, *"500")
         await until(pilot, lambda: beside(dialog, "tokens_per_minute") == "now: 240,000 tokens/min")
         await until(pilot, lambda: ". Now: 240,000 tokens/min" in str(dialog.query_one("#hint").render()))
         # Another operator changes the value.

@@ -35,8 +35,8 @@ from console.stored_recording import file_recording
 from console.themes import BACKGROUNDS, style
 from console.widget import merged
 from tests.console.frames import SIZES, session
+from tests.console.pilots import press, until
 from tests.console.pilots import shown as shown_text
-from tests.console.pilots import until
 from tests.console.recorded import fake_seconds, record
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "console"
@@ -220,7 +220,7 @@ def test_history_looks_like_its_picture(history: Path, name: str, size: tuple[in
                 await until(pilot, lambda: "totals.ended" in shown_text(app))
             if name in dialogs:
                 key, kind = dialogs[name]
-                await pilot.press(key)
+                await press(pilot, key)
                 await until(pilot, lambda: isinstance(app.screen, kind) and app.screen.focused is not None)
                 await pilot.pause()
                 return await settled(file, lambda: app.export_screenshot(title="appliance console"))

@@ -20,7 +20,7 @@ from console.palette import ConsoleCommands
 from console.past_dialogs import SliceDialog, TimeDialog
 from console.replay import ReplaySource
 from console.stored_recording import file_recording
-from tests.console.pilots import run, shown, until
+from tests.console.pilots import press, run, shown, until
 from tests.console.recorded import fake_seconds, record
 
 
@@ -52,14 +52,14 @@ async def enter_past(pilot: Pilot[int], app: ConsoleApp, seconds: float = 20.0) 
 
 def test_a_step_back_shows_history_and_n_returns_to_the_live_data_without_a_gap() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("left_square_bracket")
+        await press(pilot, "left_square_bracket")
         await until(pilot, lambda: "HISTORY 2026-" in shown(app))
         entered = past_at(app)
-        await pilot.press("left_square_bracket")
+        await press(pilot, "left_square_bracket")
         await until(pilot, lambda: past_at(app) < entered)
-        await pilot.press("right_square_bracket")
+        await press(pilot, "right_square_bracket")
         await until(pilot, lambda: past_at(app) == entered)
-        await pilot.press("N")
+        await press(pilot, "N")
         await until(pilot, lambda: "HISTORY" not in shown(app))
         assert app.session.context.snapshot is not None
         assert app.session.context.snapshot.at > FIXED_TIME + entered
@@ -71,19 +71,19 @@ def test_a_step_back_shows_history_and_n_returns_to_the_live_data_without_a_gap(
 
 def test_t_goes_to_a_time_and_reports_an_invalid_one() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await pilot.press("T")
+        await press(pilot, "T")
         await until(pilot, lambda: isinstance(app.screen, TimeDialog) and app.screen.focused is not None)
         dialog = app.screen
         assert "Recorded from 2026-" in str(dialog.query(".note").last().render())
-        await pilot.press(*"soon", "enter")
+        await press(pilot, *"soon", "enter")
         await until(pilot, lambda: "'soon' is not valid" in str(dialog.query_one("#error").render()))
         dialog.query_one(Input).value = _local(FIXED_TIME + 15)
-        await pilot.press("enter")
+        await press(pilot, "enter")
         await until(pilot, lambda: app.session.past is not None)
         assert past_at(app) == 15
-        await pilot.press("colon", *f"time {_local(FIXED_TIME + 12)}", "enter")
+        await press(pilot, "colon", *f"time {_local(FIXED_TIME + 12)}", "enter")
         await until(pilot, lambda: past_at(app) == 12)
-        await pilot.press("colon", *"time 1999-01-01", "enter")
+        await press(pilot, "colon", *"time 1999-01-01", "enter")
         await until(pilot, lambda: "nothing was recorded" in shown(app))
         assert past_at(app) == 12
 
@@ -99,10 +99,10 @@ def _local(at: float) -> str:
 def test_space_plays_and_pauses() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await enter_past(pilot, app, 15.0)
-        await pilot.press("greater_than_sign", "space")
+        await press(pilot, "greater_than_sign", "space")
         await until(pilot, lambda: "PLAY x2" in shown(app))
         await until(pilot, lambda: past_at(app) >= 17)
-        await pilot.press("space")
+        await press(pilot, "space")
         await until(pilot, lambda: "PLAY" not in shown(app))
         stopped = past_at(app)
         await asyncio.sleep(1.5)
@@ -122,10 +122,10 @@ def test_history_accepts_no_action_through_any_key_command_or_palette_entry() ->
         app.source.act = act  # type: ignore[method-assign,assignment]
         await enter_past(pilot, app)
         for key in "467":
-            await pilot.press(key)
+            await press(pilot, key)
             for one in KEYS:
                 if one.group == "Actions":
-                    await pilot.press(one.keys[0])
+                    await press(pilot, one.keys[0])
                     await pilot.pause()
                     assert not isinstance(app.screen, ActionDialog | ChoiceDialog), one
         for action in offered():
@@ -135,7 +135,7 @@ def test_history_accepts_no_action_through_any_key_command_or_palette_entry() ->
             assert not isinstance(app.screen, ActionDialog), action.name
         entries = ConsoleCommands(app.screen)._entries()
         assert not [command for _, _, command in entries if command.startswith("act ")]
-        await pilot.press("X")
+        await press(pilot, "X")
         await until(pilot, lambda: "history is read-only" in shown(app))
         assert not acted
 
@@ -148,14 +148,14 @@ def test_braces_jump_to_operator_actions_which_are_marks_on_the_timeline() -> No
         assert app.session.context.snapshot is not None
         acted_at = app.source.simulation.now - FIXED_TIME  # type: ignore[attr-defined]
         await until(pilot, lambda: app.session.context.snapshot.at > FIXED_TIME + acted_at + 5)  # type: ignore[union-attr]
-        await pilot.press("left_square_bracket")
+        await press(pilot, "left_square_bracket")
         await until(pilot, lambda: "HISTORY" in shown(app))
-        await pilot.press("left_curly_bracket")
+        await press(pilot, "left_curly_bracket")
         await until(pilot, lambda: "uid:1000: drain qwen3-8b: ok" in shown(app))
         assert past_at(app) == pytest.approx(acted_at, abs=1.0)
         assert "▲" in shown(app)
         await enter_past(pilot, app, acted_at - 5)
-        await pilot.press("right_curly_bracket")
+        await press(pilot, "right_curly_bracket")
         await until(pilot, lambda: past_at(app) == pytest.approx(acted_at, abs=1.0))
 
     run(steps, console(write=True))
@@ -164,12 +164,12 @@ def test_braces_jump_to_operator_actions_which_are_marks_on_the_timeline() -> No
 def test_two_times_are_compared_metric_by_metric() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await enter_past(pilot, app, 14.0)
-        await pilot.press("c")
+        await press(pilot, "c")
         await until(pilot, lambda: "first time set to" in shown(app))
         first = app.session.context.snapshot
         await enter_past(pilot, app, 25.0)
         second = app.session.context.snapshot
-        await pilot.press("c")
+        await press(pilot, "c")
         await until(pilot, lambda: "Compare" in shown(app) and "totals.ended" in shown(app))
         assert first is not None and second is not None
         rows = {row.name: row for row in app.session.comparison.ordered(app.session.context)}
@@ -177,16 +177,16 @@ def test_two_times_are_compared_metric_by_metric() -> None:
         assert (ended.first, ended.second) == (first.totals.ended, second.totals.ended)
         assert ended.difference == (second.totals.ended or 0) - (first.totals.ended or 0) != 0
         assert not any(row.first == row.second for row in rows.values())
-        await pilot.press("v")
+        await press(pilot, "v")
         await until(
             pilot, lambda: "queue.limit" in shown(app) or len(app.session.comparison._rows) > len(rows)
         )
-        await pilot.press("c")
+        await press(pilot, "c")
         await until(pilot, lambda: app.session.view.name == "overview")
-        await pilot.press("N")
+        await press(pilot, "N")
         await until(pilot, lambda: "HISTORY" not in shown(app))
         # The live service can also be compared with the pinned time.
-        await pilot.press("c")
+        await press(pilot, "c")
         await until(pilot, lambda: "Compare" in shown(app))
 
     run(steps, console())
@@ -198,7 +198,7 @@ def test_the_badge_is_visible_at_every_size(size: tuple[int, int]) -> None:
         app.travel.open(FIXED_TIME + 20)
         await until(pilot, lambda: "HISTORY 2026-" in shown(app))
         for key in "1234567890":
-            await pilot.press(key)
+            await press(pilot, key)
             await until(pilot, lambda: "HISTORY 2026-" in shown(app).splitlines()[0])
 
     run(steps, console(), size)
@@ -211,13 +211,13 @@ def test_a_recording_opens_without_a_service_and_cannot_return_to_live(tmp_path:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await until(pilot, lambda: "HISTORY 2026-" in shown(app))
         assert past_at(app) == 20
-        await pilot.press("left_square_bracket")
+        await press(pilot, "left_square_bracket")
         await until(pilot, lambda: past_at(app) == 19)
-        await pilot.press("N")
+        await press(pilot, "N")
         await until(pilot, lambda: "there is no live service" in shown(app))
-        await pilot.press("a")
+        await press(pilot, "a")
         await until(pilot, lambda: "a file, which cannot be changed" in shown(app))
-        await pilot.press("9")
+        await press(pilot, "9")
         await until(pilot, lambda: "control.db" in shown(app))
 
     run(steps, app)
@@ -255,7 +255,7 @@ def test_a_slice_is_exported_from_the_console(tmp_path: Path) -> None:
 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await until(pilot, lambda: "HISTORY 2026-" in shown(app))
-        await pilot.press("E")
+        await press(pilot, "E")
         await until(pilot, lambda: isinstance(app.screen, SliceDialog) and app.screen.focused is not None)
         dialog = app.screen
         dialog.query_one("#from", Input).value = _local(FIXED_TIME + 10)
