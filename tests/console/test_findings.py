@@ -4,24 +4,53 @@ the silences."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 
 from appliance.actions.parameters import CreateTenant, SilenceAlerts, UnsilenceAlerts
 from console.live import LiveSource
 from tests.audit_trail import forge
-from tests.core.conftest import Service, make_service  # noqa: F401
+from tests.core.conftest import Service, running_core
 
 pytestmark = pytest.mark.system
 
 
-def test_findings_and_the_state_of_the_audit_chain_come_from_the_service(
-    make_service: Callable[..., Service],  # noqa: F811
-) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    settings = (
+        '[alerts]\ndisabled = ["gpu-hot"]\n'
+        '[[alerts.rules]]\nname = "quiet"\nmetric = "queue.running"\nbelow = 0\n'
+        '[[alerts.rules]]\nname = "disk-full"\nmetric = "host.disk_free_bytes"\nbelow = 1e9'
+    )
+    with running_core(tmp_path_factory.mktemp("core"), settings) as service:
+        yield service
+
+
+def test_the_silences_of_a_service_are_listed_until_they_are_ended(service: Service) -> None:
+    async def steps() -> None:
+        source = LiveSource(service.run_dir, write=True)
+        silence = await source.act(SilenceAlerts(rule="disk-*", reason="repair"))
+        assert await source.rows("silences") == [silence]
+        await source.act(UnsilenceAlerts(id=silence.id))  # type: ignore[attr-defined]
+        assert await source.rows("silences") == []
+        await source.close()
+
+    asyncio.run(steps())
+
+
+def test_the_alert_rules_in_effect_come_from_the_service(service: Service) -> None:
+    async def steps() -> None:
+        source = LiveSource(service.run_dir)
+        names = [one.subject for one in await source.rows("rules")]  # type: ignore[union-attr]
+        assert {"quiet", "disk-full", "replica-down"} < set(names)
+        assert "gpu-hot" not in names and names.count("disk-full") == 1
+        await source.close()
+
+    asyncio.run(steps())
+
+
+def test_findings_and_the_state_of_the_audit_chain_come_from_the_service(service: Service) -> None:
     service.admin.act(CreateTenant(name="acme"))
 
     async def read() -> None:
@@ -38,42 +67,3 @@ def test_findings_and_the_state_of_the_audit_chain_come_from_the_service(
         await source.close()
 
     asyncio.run(read())
-
-
-def test_the_silences_of_a_service_are_listed_until_they_are_ended(
-    make_service: Callable[..., Service],  # noqa: F811
-) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
-
-    async def steps() -> None:
-        source = LiveSource(service.run_dir, write=True)
-        silence = await source.act(SilenceAlerts(rule="disk-*", reason="repair"))
-        assert await source.rows("silences") == [silence]
-        await source.act(UnsilenceAlerts(id=silence.id))  # type: ignore[attr-defined]
-        assert await source.rows("silences") == []
-        await source.close()
-
-    asyncio.run(steps())
-
-
-def test_the_alert_rules_in_effect_come_from_the_service(
-    make_service: Callable[..., Service],  # noqa: F811
-) -> None:
-    service = make_service(
-        '[alerts]\ndisabled = ["gpu-hot"]\n'
-        '[[alerts.rules]]\nname = "quiet"\nmetric = "queue.running"\nbelow = 0\n'
-        '[[alerts.rules]]\nname = "disk-full"\nmetric = "host.disk_free_bytes"\nbelow = 1e9'
-    )
-    service.start()
-    service.wait_ready()
-
-    async def steps() -> None:
-        source = LiveSource(service.run_dir)
-        names = [one.subject for one in await source.rows("rules")]  # type: ignore[union-attr]
-        assert {"quiet", "disk-full", "replica-down"} < set(names)
-        assert "gpu-hot" not in names and names.count("disk-full") == 1
-        await source.close()
-
-    asyncio.run(steps())
