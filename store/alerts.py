@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from store.database import reading
+from store.database import insert_sql, reading
 from store.schemas import HISTORY
 from store.structs import Severity, Silence
 from store.writer import Writer
@@ -53,13 +53,8 @@ class AlertRow(msgspec.Struct, kw_only=True):
 
 _COLUMNS = AlertRow.__struct_fields__
 _SILENCE_COLUMNS = Silence.__struct_fields__
-SAVE_ALERT = (
-    f"INSERT OR REPLACE INTO alerts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
-)
-_SAVE_SILENCE = (
-    f"INSERT OR REPLACE INTO silences ({', '.join(_SILENCE_COLUMNS)}) "
-    f"VALUES ({', '.join('?' * len(_SILENCE_COLUMNS))})"
-)
+SAVE_ALERT = insert_sql("alerts", _COLUMNS, "INSERT OR REPLACE")
+_SAVE_SILENCE = insert_sql("silences", _SILENCE_COLUMNS, "INSERT OR REPLACE")
 
 
 class AlertLog:

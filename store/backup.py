@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from store.database import integrity_problems, open_readonly
+from store.database import integrity_problems, open_readonly, sync
 from store.errors import (
     CorruptDatabaseError,
     MissingDatabaseError,
@@ -111,7 +111,7 @@ def back_up(
         finished = _archive(folder, suffix) if suffix else folder
         digest = _sha256(finished if suffix else folder / MANIFEST_FILE)
         finished.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except FileNotFoundError as error:
         raise StoreError(
             f"{error.filename or target} was removed during the backup", "start the backup again"
@@ -163,7 +163,7 @@ def _fill(
     _write(folder / MANIFEST_FILE, json.dumps(manifest, indent=2).encode() + b"\n")
     for path in (*folder.rglob("*"), folder):
         if path.is_dir():
-            _sync(path)
+            sync(path)
     return done
 
 
@@ -182,8 +182,7 @@ def _copy_database(source: Path, target: Path) -> None:
             f"the copy of {source} is damaged ({'; '.join(problems[:3])})",
             f"check the database and the disk that contains {target}",
         )
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(target)
 
 
 def _is_reserve(path: Path) -> bool:
@@ -223,19 +222,10 @@ def _archive(folder: Path, suffix: str) -> Path:
         tarfile.open(fileobj=file, mode=_ARCHIVES[suffix], format=tarfile.PAX_FORMAT) as archive,  # type: ignore[call-overload]
     ):
         archive.add(folder, folder.name)
-    with path.open("rb") as written:
-        os.fsync(written.fileno())
+    sync(path)
     return path
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from store.database import reading
+from store.database import insert_sql, reading
 from store.schemas import CONTENTS
 from store.structs import KeptText
 from store.writer import Writer
@@ -34,7 +34,7 @@ class Content(KeptText, frozen=True, kw_only=True):
 
 
 _COLUMNS = Content.__struct_fields__
-_INSERT = f"INSERT OR IGNORE INTO contents ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_INSERT = insert_sql("contents", _COLUMNS, "INSERT OR IGNORE")
 
 
 class ContentLog:

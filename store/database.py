@@ -13,7 +13,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -107,7 +107,7 @@ class WritableDatabase:
             self._copy_to(copy, progress)
             aside = self._move_aside()
             copy.rename(self.path)
-            _sync(self.path.parent)
+            sync(self.path.parent)
         except OSError as error:
             raise explain_os(self.path, error) from error
         except sqlite3.Error as error:
@@ -126,7 +126,7 @@ class WritableDatabase:
         with closing(sqlite3.connect(copy)) as target:
             self.connection.backup(target, pages=_COPIED_PAGES, progress=lambda *_: progress())
             target.execute("PRAGMA journal_mode=DELETE").fetchone()
-        _sync(copy)
+        sync(copy)
 
     def _move_aside(self) -> str:
         """Rename the file that another program has put at the path and return its new name. Also remove the
@@ -255,6 +255,11 @@ def reading(path: Path, schema: Schema, limit_s: float | None = None) -> Iterato
         connection.close()
 
 
+def insert_sql(table: str, columns: Sequence[str], verb: str = "INSERT") -> str:
+    """Return the SQL that inserts a row, with a placeholder for each column."""
+    return f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+
+
 def integrity_problems(path: Path) -> list[str]:
     """Return the problems found by SQLite's full integrity check, which reads the whole file."""
     connection = open_readonly(path)
@@ -317,7 +322,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Sync a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

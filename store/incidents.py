@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from store.alerts import SAVE_ALERT, AlertRow
-from store.database import open_readonly
+from store.database import open_readonly, sync
 from store.errors import MissingDatabaseError, StoreError, explain, explain_os
 from store.migrations import migrate, schema_version
 from store.requests import INSERT_LOGGED, LoggedRequest
@@ -83,8 +83,7 @@ class IncidentWriter:
             return
         try:
             self._connection.close()
-            with open(self._partial, "rb") as file:
-                os.fsync(file.fileno())
+            sync(self._partial)
             self._finish()
         except FileExistsError as failure:
             self._partial.unlink(missing_ok=True)

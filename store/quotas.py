@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from store.database import reading
+from store.database import insert_sql, reading
 from store.policies import RATE_LIMITS, QuotaScope
 from store.schemas import HISTORY
 from store.writer import Writer
@@ -57,8 +57,8 @@ class QuotaState(msgspec.Struct, frozen=True):
 
 _COLUMNS = ("scope", "name", "at", *RATE_LIMITS)
 _SAVE = (
-    f"INSERT INTO quota_levels ({', '.join(_COLUMNS)}, sequence) VALUES ({', '.join('?' * len(_COLUMNS))}, ?)"
-    " ON CONFLICT (scope, name) DO UPDATE SET "
+    insert_sql("quota_levels", (*_COLUMNS, "sequence"))
+    + " ON CONFLICT (scope, name) DO UPDATE SET "
     + ", ".join(f"{column} = excluded.{column}" for column in ("at", *RATE_LIMITS, "sequence"))
 )
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
+from store.database import insert_sql
 from store.fields import without_none
 from store.models import AliasRecord, ModelRecord, ShadowRecord, SplitRecord, VersionRecord
 from store.policies import KeyRecord, PeerRecord, TenantRecord
@@ -54,8 +55,7 @@ def insert(connection: sqlite3.Connection, record: Record) -> None:
     """Insert a record. Raises sqlite3.IntegrityError if the primary key already exists."""
     values = _values(record)
     table, _ = _TABLES[type(record)]
-    marks = ", ".join("?" * len(values))
-    connection.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", list(values.values()))
+    connection.execute(insert_sql(table, list(values)), list(values.values()))
 
 
 def update(connection: sqlite3.Connection, record: Record) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from store.database import reading
+from store.database import insert_sql, reading
 from store.schemas import HISTORY
 from store.usage import add_ended
 from store.writer import Writer
@@ -108,10 +108,7 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
 
 _COLUMNS = RequestRow.__struct_encode_fields__
 _LOGGED_COLUMNS = ", ".join(LoggedRequest.__struct_encode_fields__)
-_INSERT = (
-    f"INSERT INTO requests ({', '.join(_COLUMNS)}, sequence) VALUES ({', '.join('?' * (len(_COLUMNS) + 1))}) "
-    f"ON CONFLICT (request_id) "
-)
+_INSERT = insert_sql("requests", (*_COLUMNS, "sequence")) + " ON CONFLICT (request_id) "
 _OPEN = INSERT_LOGGED = _INSERT + "DO NOTHING"
 # Only the first call closes a row. Closing it again changes no rows.
 _END = (
