@@ -92,11 +92,19 @@ ALLOWED = {
 """Patterns of names that contain a replaced word, each with the reason."""
 
 
+_NAMING = (
+    *(ast.Name, ast.arg, ast.keyword, ast.Attribute, ast.alias, ast.FunctionDef, ast.AsyncFunctionDef),
+    *(ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.Constant, ast.Dict, ast.Subscript),
+)
+"""The types of nodes that contain names, or strings that are names."""
+
+
 class Name(NamedTuple):
     """A name that the source code uses."""
 
     text: str
-    place: str
+    file: str
+    line: int = 0
     is_value: bool = False
     """Whether the name is known to be that of a value, not of a function or method."""
 
@@ -120,29 +128,28 @@ def names_in(path: Path, source: str) -> Iterator[Name]:
     metrics, settings and column headings. In tests, all other strings are data and are skipped."""
     file = str(path)
     yield from (Name(part, file) for part in path.with_suffix("").parts)
-    tree = ast.parse(source)
-    keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
-    keys |= {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
-    for node in ast.walk(tree):
-        place = f"{file}:{getattr(node, 'lineno', 0)}"
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, _NAMING)]
+    keys = {id(key) for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+    keys |= {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
+    for node in nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
-                yield Name(name, place, is_value=True)
+                yield Name(name, file, node.lineno, is_value=True)
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(asname=str(name)):
-                yield Name(name, place)
+                yield Name(name, file, node.lineno)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield Name(name, place)
+                yield Name(name, file, node.lineno)
             case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
-                yield Name(name, place, is_value=True)
+                yield Name(name, file, node.lineno, is_value=True)
             case ast.Constant(value=str(text)) if id(node) in keys or path.parts[0] != "tests":
                 if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*|[A-Z][A-Z ]*", text):
-                    yield Name(text, place, is_value=True)
+                    yield Name(text, file, node.lineno, is_value=True)
 
 
 def problem(name: Name) -> str | None:
     """Return the name's place and its replacement, or None if the name is correct."""
     use = replacement(name.text, is_value=name.is_value)
-    return f"{name.place}: {name.text}: use {use}" if use else None
+    return f"{name.file}:{name.line}: {name.text}: use {use}" if use else None
 
 
 @cache
