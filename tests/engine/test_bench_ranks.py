@@ -19,7 +19,7 @@ from tests.engine.tiny import TINY
 
 pytestmark = pytest.mark.system
 
-WAIT_S = 300.0
+WAIT_S = 500.0
 SIZES = ["--max-num-seqs", "8", "--max-num-batched-tokens", "1024", "--kv-blocks", "128"]
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -90,13 +90,13 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def test_the_benchmark_measures_a_replica_of_two_ranks(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "raw.json"
-    process = start("-m", "engine.bench", "b8_decode", *options(tmp_path), "--runs", "1", "--json", str(out))
+    process = start("-m", "engine.bench", "b1_decode", *options(tmp_path), "--runs", "1", "--json", str(out))
     code, printed, errors = finish(process)
     assert code == 0, errors
     assert " on 2 × cpu (gloo), ready in " in printed
     raw = json.loads(out.read_text())
     assert raw["info"]["tensor_parallel_size"] == len(raw["info"]["devices"]) == 2
-    decode = raw["workloads"]["b8_decode"]["runs"][0]["decode"]
+    decode = raw["workloads"]["b1_decode"]["runs"][0]["decode"]
     assert decode["count"] >= 255 and 0 < decode["plan_us"] < 1e3 * decode["ms"]
     assert re.search(r"plans to the other ranks: \d+ µs per decode step, \d+ µs per mixed step", printed)
     assert left_behind(tmp_path) == []
@@ -124,11 +124,11 @@ def test_a_benchmark_that_is_killed_leaves_no_rank_behind(start: Start, tmp_path
 
 
 def test_the_profile_records_steps_of_rank_0(start: Start, tmp_path: Path) -> None:
-    process = start("-m", "engine.profile", "--workload", "b8_decode", "--steps", "3", *options(tmp_path))
+    process = start("-m", "engine.profile", "--workload", "b1_decode", "--steps", "3", *options(tmp_path))
     code, printed, errors = finish(process)
     assert code == 0, errors
     assert "on 2 × cpu" in printed
-    assert "8 tokens per step, 8 of them decodes" in printed
+    assert "1 tokens per step, 1 of them decodes" in printed
 
 
 def test_a_model_that_cannot_be_split_is_reported_before_ranks_start(start: Start, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_split_is_reported_before_ranks_start(start: Star
 def test_random_traffic_over_two_ranks_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     # The known requests take most of the time, because each of them first runs alone.
-    rounds = ["--rounds", "1", "--seed", "3", "--known", "4", "--spec", "tensor_parallel_size=2"]
+    rounds = ["--rounds", "1", "--seed", "8", "--known", "4", "--spec", "tensor_parallel_size=2"]
     soak = ["-m", "tests.engine.soak", *rounds]
     code, printed, errors = finish(start(*soak, "--json", str(report)))
     assert code == 0, printed + errors
