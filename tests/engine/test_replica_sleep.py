@@ -63,12 +63,16 @@ async def sleeper(folder: Path, **fields: object) -> AsyncIterator[Sleeper]:
         yield Sleeper(watched)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, "auto"), (2, "fp8")])
 def test_tokens_are_the_same_before_and_after_rounds_of_sleep_that_leave_nothing_behind(
-    tmp_path: Path, ranks: int
+    tmp_path: Path, ranks: int, dtype: str
 ) -> None:
     async def scenario() -> None:
-        async with sleeper(tmp_path, tensor_parallel_size=ranks) as sleeping:
+        fields = {"tensor_parallel_size": ranks, "quantization": dtype, "kv_cache_dtype": dtype}
+        async with sleeper(tmp_path, **fields) as sleeping:
+            info = sleeping.watched.info.result()
+            expected = "fp8" if dtype == "fp8" else "float32"
+            assert (info.weights, info.kv_cache_dtype) == (expected, expected)
             client = sleeping.watched.client("front-0")
             first = await collect(client, ask(client, "r0", prompt=200))
             await sleeping.change(True)
@@ -76,7 +80,6 @@ def test_tokens_are_the_same_before_and_after_rounds_of_sleep_that_leave_nothing
             before = sleeping.descriptors_and_threads()
             for number in range(1, 4):
                 slept = await sleeping.change(True)
-                info = sleeping.watched.info.result()
                 assert slept.asleep and not slept.problem and slept.freed_bytes == info.kv_bytes
                 assert not (await sleeping.change(False)).asleep
                 assert await collect(client, ask(client, f"r{number}", prompt=200)) == first
