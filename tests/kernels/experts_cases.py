@@ -40,6 +40,12 @@ def choices(kind: str, tokens: int, count: int, top_k: int) -> torch.Tensor:
     return chosen.int().contiguous().to(DEVICE)
 
 
+def in_both_dtypes(cases: list[tuple]) -> list[tuple[tuple, torch.dtype]]:
+    """Return every case with float32, and the last one also with float16. The dtype interacts with no other
+    field of a case."""
+    return [*((case, torch.float32) for case in cases), (cases[-1], torch.float16)]
+
+
 def quantised(weight: torch.Tensor, values: torch.dtype) -> Fp8Weight:
     """Quantise the experts' matrices. In the interpreter, `values` is not e4m3, so values are scaled but not
     rounded."""
@@ -183,60 +189,64 @@ class Case:
         whole = alone.float() + self.residual.float()
         assert error(whole, out.double()) <= 2 * torch.finfo(self.dtype).eps
 
-    def check_some(self, plans: LayerPlans, here: range, pdl: bool = False) -> torch.Tensor:
-        """Run a rank that holds only the experts in `here`, and return its partial sum. Check that the
-        results of these experts equal those on a rank that holds all experts. The results of all other
-        experts are set to NaN, so that the sum becomes NaN if the kernel reads one of them."""
+    def _up(
+        self, plans: LayerPlans, here: range | None, pdl: bool
+    ) -> tuple[torch.Tensor, many.Sorted | None]:
+        """Return `silu(gate) × up` of a rank that holds only the experts in `here`, or all experts if `here`
+        is None, and the order of the rows if the plans are grouped."""
         weight, scale = parts_of(self.gate_up)
-        down, down_scale = parts_of(self.down)
-        some = slice(here.start, here.stop)
+        some = slice(None) if here is None else slice(here.start, here.stop)
         x, x_scale = self.quantise(self.x)
+        matrices = (weight[some], None if scale is None else scale[some], plans.up)
         options = {"dtype": self.dtype, "pdl": pdl}
-        top_k, elsewhere = self.chosen.shape[1], ~inside_of(self.chosen, here)
-        scales = (None, None) if scale is None else (scale[some], down_scale[some])
-        if plans.grouped:
-            count, rows = len(weight), (plans.up.rows, plans.down.rows)
-            choices = routed(self.chosen, count)
-            all_groups = many.sort(choices, count, rows, pdl=pdl)
-            share = {"first": here.start, "held": len(here), "pdl": pdl}
-            by_expert = many.sort(choices, count, rows, **share)
-            elsewhere = elsewhere.flatten()[by_expert.order.long()]
-            programs = experts.multiprocessors_of(DEVICE) if DEVICE.type == "cuda" else 3
+        if not plans.grouped:
+            first = None if here is None else here.start
+            return few.up(x, x_scale, self.chosen, *matrices, first=first, **options), None
+        share = {} if here is None else {"first": here.start, "held": len(here)}
+        count, rows = len(weight), (plans.up.rows, plans.down.rows)
+        by_expert = many.sort(routed(self.chosen, count), count, rows, pdl=pdl, **share)
+        inputs = (x, x_scale, by_expert, self.chosen.shape[1], *matrices)
+        return many.up(*inputs, self._programs, **options), by_expert
 
-            def up(weight: torch.Tensor, scale: torch.Tensor | None, first: int | None) -> torch.Tensor:
-                groups = all_groups if first is None else by_expert
-                return many.up(x, x_scale, groups, top_k, weight, scale, plans.up, programs, **options)
-        else:
-            elsewhere = elsewhere.flatten()
+    @property
+    def _programs(self) -> int:
+        return experts.multiprocessors_of(DEVICE) if DEVICE.type == "cuda" else 3
 
-            def up(weight: torch.Tensor, scale: torch.Tensor | None, first: int | None) -> torch.Tensor:
-                return few.up(x, x_scale, self.chosen, weight, scale, plans.up, first=first, **options)
-
-        found = up(weight[some], scales[0], here.start)
-        assert torch.equal(found[~elsewhere], up(weight, scale, None)[~elsewhere])
+    def _check_some(self, plans: LayerPlans, here: range, up_of_all: torch.Tensor, pdl: bool) -> torch.Tensor:
+        """Run a rank that holds only the experts in `here`, and return its partial sum. Check that the
+        results of these experts equal `up_of_all`, those on a rank that holds all experts. The results of all
+        other experts are set to NaN, so that the sum becomes NaN if the kernel reads one of them."""
+        found, by_expert = self._up(plans, here, pdl)
+        elsewhere = ~inside_of(self.chosen, here).flatten()
+        if by_expert is not None:
+            elsewhere = elsewhere[by_expert.order.long()]
+        assert torch.equal(found[~elsewhere], up_of_all[~elsewhere])
         if torch.are_deterministic_algorithms_enabled():  # `torch.empty` is filled with NaN
             assert found[elsewhere].isnan().all()
         found[elsewhere] = torch.nan
-        if plans.grouped:
-            x, x_scale = self.quantise(found)
-            inputs = (x, x_scale, by_expert, down[some], scales[1], plans.down, programs)
-            results = many.down(*inputs, **options)
-            results[~inside_of(self.chosen, here).flatten()] = torch.nan
-            computed = many.ComputedChoices(self.chosen, here.start, len(here))
-            return many.combine(results, self.weights, computed=computed, pdl=pdl)
+        down, scale = parts_of(self.down)
+        some = slice(here.start, here.stop)
+        matrices = (down[some], None if scale is None else scale[some], plans.down)
+        options = {"dtype": self.dtype, "pdl": pdl}
         x, x_scale = (found, None) if plans.down.quantises else self.quantise(found)
-        inputs = (x, x_scale, self.chosen, self.weights, down[some], scales[1], plans.down)
-        return few.down(*inputs, workspace=self.workspace, first=here.start, **options)
+        if by_expert is None:
+            inputs = (x, x_scale, self.chosen, self.weights, *matrices)
+            return few.down(*inputs, workspace=self.workspace, first=here.start, **options)
+        results = many.down(x, x_scale, by_expert, *matrices, self._programs, **options)
+        results[~inside_of(self.chosen, here).flatten()] = torch.nan
+        computed = many.ComputedChoices(self.chosen, here.start, len(here))
+        return many.combine(results, self.weights, computed=computed, pdl=pdl)
 
     def check_ranks(self, plans: LayerPlans, pdl: bool = False) -> None:
         """Check that the partial sums of three ranks, which each hold some of the experts, add up to the sum
         over all experts."""
         count = len(parts_of(self.gate_up)[0])
         ranks = [range(1), range(1, count - 1), range(count - 1, count)]
-        parts = [self.check_some(plans, here, pdl) for here in ranks]
+        up_of_all, _ = self._up(plans, None, pdl)
+        parts = [self._check_some(plans, here, up_of_all, pdl) for here in ranks]
         for here, part in zip(ranks, parts, strict=True):
             assert not part[~inside_of(self.chosen, here).any(dim=1)].any()
-        whole = self.check_some(plans, range(count), pdl)
+        whole = self._check_some(plans, range(count), up_of_all, pdl)
         total = sum(part.float() for part in parts)
         assert error(total, whole.double()) <= 4 * torch.finfo(self.dtype).eps
 

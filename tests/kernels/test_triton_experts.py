@@ -24,7 +24,17 @@ import torch
 from kernels import ChoiceCount, Experts, Residual, reference
 from kernels.triton import linear_table
 from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans, choose
-from tests.kernels.experts_cases import E4M3, Case, choices, experts, few, many, random_tensor, routed
+from tests.kernels.experts_cases import (
+    E4M3,
+    Case,
+    choices,
+    experts,
+    few,
+    in_both_dtypes,
+    many,
+    random_tensor,
+    routed,
+)
 from tests.kernels.linear_cases import DEVICE, EPS, POISON, CudaOps, on_gpu
 from tests.kernels.test_compiling import compiled
 from tests.kernels.test_triton_linear import check_bits
@@ -47,12 +57,6 @@ FEW = [
 ]
 LATE = [(13, 4, 3, 48, 40, "random"), (16, 5, 1, 40, 24, "same"), (9, 40, 2, 40, 24, "odd")]
 MANY = [FEW[0], LATE[0], (37, 5, 2, 40, 24, "same"), (20, 9, 2, 64, 32, "odd")]
-
-
-def in_both_dtypes(cases: list[tuple]) -> list[tuple[tuple, torch.dtype]]:
-    """Return every case with float32, and the last one also with float16. The dtype interacts with no other
-    field of a case."""
-    return [*((case, torch.float32) for case in cases), (cases[-1], torch.float16)]
 
 
 @pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(FEW), ids=str)

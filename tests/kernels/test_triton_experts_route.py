@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import ChoiceCount, reference
-from tests.kernels.experts_cases import E4M3, random_tensor, routed, routes
+from tests.kernels.experts_cases import E4M3, in_both_dtypes, random_tensor, routed, routes
 from tests.kernels.linear_cases import DEVICE, EPS, linear, on_gpu
 from tests.kernels.test_triton_linear import check_bits
 
@@ -87,8 +87,7 @@ def _check(case: Case, found: routes.Routed, normalised: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ["few", "many"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(CASES), ids=str)
 def test_the_experts_with_the_highest_logits_are_chosen(case: tuple, dtype: torch.dtype, way: str) -> None:
     made = Case(*case, dtype)
     for normalised in (True, False):
