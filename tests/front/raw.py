@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.front.harness import Harness
@@ -19,6 +20,14 @@ def connect(front: Harness, tcp: bool = False) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(30)
     sock.connect(front.api_sock)
+    return sock
+
+
+def listening(path: Path) -> socket.socket:
+    """Return a socket that listens at this path."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(str(path))
+    sock.listen(1000)
     return sock
 
 

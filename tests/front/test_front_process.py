@@ -50,35 +50,7 @@ def test_a_front_ends_at_once_when_the_core_closes_its_channel(own_front: OwnFro
         read_answer(sock)  # The connection is closed without a [DONE] event.
 
 
-def test_a_front_logs_in_the_cores_format_and_adds_its_name() -> None:
-    ours, theirs = socketpair()
-    with ours, theirs:
-        front = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "appliance.front",
-                "--channel",
-                str(theirs.fileno()),
-                "--name",
-                "front-7.1",
-            ],
-            pass_fds=(theirs.fileno(),),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        channel: Channel[FrontToCore] = Channel(ours, FrontToCore)
-        channel.send(Configure(front="front-7.1", models=[], limits=Limits(), ready=True))
-        assert front.stderr is not None
-        line = front.stderr.readline()
-        front.kill()
-        front.communicate()
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    front-7\.1 process: serving 0 models\n", line
-    )
-
-
-def test_a_front_returns_memory_periodically() -> None:
+def test_a_front_logs_in_the_cores_format_and_returns_memory_periodically() -> None:
     code = (
         "import engine.client; "
         "engine.client.return_memory_periodically = lambda: print('returns', flush=True); "
@@ -87,14 +59,22 @@ def test_a_front_returns_memory_periodically() -> None:
     ours, theirs = socketpair()
     with ours, theirs:
         front = subprocess.Popen(
-            [sys.executable, "-c", code, "--channel", str(theirs.fileno())],
+            [sys.executable, "-c", code, "--channel", str(theirs.fileno()), "--name", "front-7.1"],
             pass_fds=(theirs.fileno(),),
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
-        ours.close()
-        said, _ = front.communicate()
-    assert said == "returns\n"
+        channel: Channel[FrontToCore] = Channel(ours, FrontToCore)
+        channel.send(Configure(front="front-7.1", models=[], limits=Limits(), ready=True))
+        assert front.stderr is not None
+        line = front.stderr.readline()
+        front.kill()
+        returned, _ = front.communicate()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    front-7\.1 process: serving 0 models\n", line
+    )
+    assert returned == "returns\n"
 
 
 def test_the_kernel_kills_the_front_when_the_core_is_killed(tmp_path: object) -> None:
@@ -199,41 +179,41 @@ def descriptors(pid: int) -> set[int]:
     return used
 
 
-@pytest.mark.parametrize("has_request", [False, True])
-def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(
-    own_front: OwnFront, has_request: bool
-) -> None:
+def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(own_front: OwnFront) -> None:
     front = own_front()
-    sockets = [connect(front) for _ in range(40)]
-    front.wait_for(lambda: front.reports[-1].connections == len(sockets))
     pid = front.process.pid
-    used = descriptors(pid)
-    unused = [number for number in range(1000) if number not in used]
-    # The connection has two descriptors. With `has_request`, the kernel drops only the second one.
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (unused[has_request], limits[1]))
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open(os.memfd_create("request"), "rb") as memory:
+    for has_request in (False, True):
+        sockets = [connect(front) for _ in range(40)]
+        front.wait_for(lambda: front.report().connections == 40)
+        used = descriptors(pid)
+        unused = [number for number in range(1000) if number not in used]
+        # The connection has two descriptors. With `has_request`, the kernel drops only the second one.
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (unused[has_request], limits[1]))
+        ours, theirs = socket.socketpair()
+        with ours, theirs, open(os.memfd_create("request"), "rb") as memory:
 
-        def give(number: int) -> None:
-            descriptors = (theirs.fileno(), memory.fileno())[: 1 + has_request]
-            front.channel.send(ClientConnection("unix", "", has_request, number), descriptors)
+            def give(number: int) -> None:
+                sent = (theirs.fileno(), memory.fileno())[: 1 + has_request]  # noqa: B023
+                front.channel.send(ClientConnection("unix", "", has_request, number), sent)  # noqa: B023
 
-        front.call(lambda: give(7))
-        front.wait_for(lambda: front.not_taken == [NotTaken(7)])
-        # The front has closed idle connections, and has lowered its limit.
-        assert front.report().max_connections < Limits().max_connections
-        front.wait_for(lambda: front.reports[-1].connections <= 40 - RESERVED_DESCRIPTORS)
-        front.call(lambda: give(8))
-        ours.sendall(head("GET", "/v1/models"))
-        assert read_answer(ours).status == 200
+            front.call(lambda: give(7))
+            front.wait_for(lambda: len(front.not_taken) == 1 + has_request)  # noqa: B023
+            # The front has closed idle connections, and has lowered its limit.
+            assert front.report().max_connections < Limits().max_connections
+            front.wait_for(lambda: front.reports[-1].connections <= 40 - RESERVED_DESCRIPTORS)
+            front.call(lambda: give(8))
+            ours.sendall(head("GET", "/v1/models"))
+            assert read_answer(ours).status == 200
+        for sock in sockets:
+            sock.close()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        front.wait_for(lambda: front.report().connections == 0)
+    assert front.not_taken == [NotTaken(7)] * 2 and front.reports[-1].unreceived_connections == 2
     # Without any free descriptor, the front still reports.
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, limits[1]))
     front.wait_for(lambda: front.report().max_connections == 1)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-    assert front.not_taken == [NotTaken(7)] and front.reports[-1].unreceived_connections == 1
-    for sock in sockets:
-        sock.close()
 
 
 @pytest.mark.usefixtures("restore_models")

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from appliance.channel.front_settings import Limits
 from appliance.http import HttpServer
 from appliance.http.server import MAX_UNSENT_BYTES
+from tests.front.raw import listening
 
 
 async def show_peer(request: Request) -> PlainTextResponse:
@@ -40,13 +41,6 @@ async def exchange(path: Path, request: bytes) -> bytes:
     answer = await asyncio.wait_for(reader.read(), 30)
     writer.close()
     return answer
-
-
-def listening(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(str(path))
-    sock.listen()
-    return sock
 
 
 def test_an_application_can_read_the_peer_of_a_unix_socket(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 import appliance.http.request_memory
 from appliance.http import HttpServer
+from tests.front.raw import listening
 from tests.waiting import until
 
 LIMIT = 2 << 20
@@ -71,10 +72,7 @@ def serve(
 
     async def run() -> None:
         server = HttpServer(APP)
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(str(tmp_path / "s"))
-        listening.listen(100)
-        await server.listen(listening)
+        await server.listen(listening(tmp_path / "s"))
         async with asyncio.timeout(60):
             await use(server, tmp_path / "s")
         await server.stop(0.1)
