@@ -44,18 +44,7 @@ class Sleeps:
 
     def tokens(self) -> list[int]:
         """Return the tokens of an answer."""
-        with self.running.http() as http:
-            answer = http.post(
-                "/v1/completions",
-                json={
-                    "model": "chat",
-                    "prompt": "import " * 100,
-                    "max_tokens": 8,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "return_token_ids": True,
-                },
-            )
+        answer = self.running.complete("chat", prompt="import " * 100, max_tokens=8, return_token_ids=True)
         assert answer.status_code == 200, answer.text
         found: list[int] = answer.json()["choices"][0]["token_ids"]
         return found

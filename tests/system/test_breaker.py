@@ -47,11 +47,6 @@ def test_the_breaker_opens_after_repeated_kills_says_why_and_closes_on_command(t
         def replica() -> Any:
             return model()["replicas"][0]
 
-        def complete(name: str) -> Any:
-            body = {"model": name, "prompt": "import ", "max_tokens": 4, "temperature": 0}
-            with running.http() as http:
-                return http.post("/v1/completions", json=body | {"ignore_eos": True})
-
         def kill() -> None:
             """Kill the replica when it is ready, and wait until the service has noticed."""
             running.wait_until(lambda: replica()["state"] == "ready", WITHIN_S, "a ready replica")
@@ -76,12 +71,12 @@ def test_the_breaker_opens_after_repeated_kills_says_why_and_closes_on_command(t
         assert "appliance models retry chat@1" in problem["remedy"]
         [listed] = [one for one in running.command("models", "list") if one["name"] == "chat"]
         assert listed["state"] == "failed" and reason in listed["versions"][0]["detail"]
-        refused = complete("chat")
+        refused = running.complete("chat")
         assert refused.status_code == 503 and reason in refused.json()["error"]["message"]
-        assert complete("other").status_code == 200
+        assert running.complete("other").status_code == 200
 
         running.command("models", "retry", "chat")
         running.wait_until(lambda: replica()["state"] == "ready", WITHIN_S, "the replica after the retry")
         assert (replica()["breaker"], replica()["deaths"]) == ("closed", 0)
-        assert complete("chat").status_code == 200
+        assert running.complete("chat").status_code == 200
         no_problem(running)

@@ -139,11 +139,10 @@ def test_a_broken_model_is_shown_as_failed_until_it_is_repaired_while_others_ser
         status = running.status()
         assert any(SHARD in problem["description"] for problem in status["current_problems"])
         assert "no such file" not in running.log_path.read_text(), "the engine was started for nothing"
+        assert running.complete().status_code == 200
+        refused = running.complete("broken")
+        assert refused.status_code == 503 and SHARD in refused.text
         with running.http() as http:
-            body = {"model": "demo", "prompt": "hi", "max_tokens": 1}
-            assert http.post("/v1/completions", json=body).status_code == 200
-            refused = http.post("/v1/completions", json=body | {"model": "broken"})
-            assert refused.status_code == 503 and SHARD in refused.text
             assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["demo"]
             not_ready = http.get("/health/ready")
             assert not_ready.status_code == 503 and SHARD in not_ready.text

@@ -87,9 +87,7 @@ def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Ser
         answers: list[httpx.Response] = []
 
         def ask() -> None:
-            body = {"model": "chat", "prompt": "import ", "max_tokens": 4}
-            with running.http() as http:
-                answers.append(http.post("/v1/completions", json=body))
+            answers.append(running.complete("chat"))
 
         client_thread = threading.Thread(target=ask)
         client_thread.start()

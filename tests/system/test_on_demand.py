@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -35,13 +34,6 @@ def states(running: Service) -> dict[str, str]:
 
 def in_memory(running: Service) -> list[str]:
     return [model["name"] for model in running.command("models", "ps")]
-
-
-def complete(running: Service, model: str, **fields: Any) -> Any:
-    with running.http() as http:
-        return http.post(
-            "/v1/completions", json={"model": model, "prompt": "import ", "max_tokens": 4} | fields
-        )
 
 
 def test_a_model_is_loaded_at_its_first_request(world: Alternating) -> None:
@@ -74,7 +66,7 @@ def test_the_patterns_a_b_a_a_c_and_two_busy_models_wait_no_longer_than_the_boun
 
 def test_a_long_answer_continues_after_its_model_was_swapped_out(world: Alternating) -> None:
     running = world.running
-    complete(running, "a")
+    running.complete("a")
     loads = world.loads
     answer = threading.Thread(target=world.ask, args=("a", LONG))
     answer.start()
@@ -102,30 +94,30 @@ def stopped_ranks(running: Service, name: str) -> list[int]:
 
 def test_keep_alive_unloads_a_model_and_wrong_values_are_refused(world: Alternating) -> None:
     running = world.running
-    assert complete(running, "a", keep_alive=0).status_code == 200
+    assert running.complete("a", keep_alive=0).status_code == 200
     running.wait_until(lambda: states(running)["a"] == "available", WITHIN_S, "the model to be unloaded")
-    assert complete(running, "a", keep_alive="1h").status_code == 200
+    assert running.complete("a", keep_alive="1h").status_code == 200
     [shown] = running.command("models", "ps")
     assert 3000 < shown["expires_at"] - time.time() <= 3600
-    assert complete(running, "a", keep_alive=-1).status_code == 200
+    assert running.complete("a", keep_alive=-1).status_code == 200
     assert running.command("models", "ps")[0]["expires_at"] is None
-    refused = complete(running, "a", keep_alive="soon")
+    refused = running.complete("a", keep_alive="soon")
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "keep_alive"
 
 
 def test_a_pinned_model_is_not_unloaded_for_others(world: Alternating) -> None:
     running = world.running
-    assert complete(running, "a").status_code == 200
+    assert running.complete("a").status_code == 200
     running.command("models", "pin", "a")
     try:
-        refused = complete(running, "b")
+        refused = running.complete("b")
         assert refused.status_code == 503 and "pinned" in refused.json()["error"]["message"]
         assert float(refused.headers["retry-after"]) > 0
         assert states(running)["b"] == "failed"  # for 30 s
         assert in_memory(running) == ["a"]
     finally:
         running.command("models", "unpin", "a")
-    running.wait_until(lambda: complete(running, "b").status_code == 200, WITHIN_S, "b to answer again")
+    running.wait_until(lambda: running.complete("b").status_code == 200, WITHIN_S, "b to answer again")
     assert in_memory(running) == ["b"]
 
 
@@ -137,7 +129,7 @@ def test_a_model_that_cannot_be_loaded_gives_a_clear_error_and_affects_no_other_
     running.command("models", "add", f"broken={folder}", "--set", "kv_blocks=100")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    refused = complete(running, "broken")
+    refused = running.complete("broken")
     assert refused.status_code == 503 and "model.safetensors" in refused.json()["error"]["message"]
     assert float(refused.headers["retry-after"]) > 0
 
@@ -147,7 +139,7 @@ def test_a_model_that_cannot_be_loaded_gives_a_clear_error_and_affects_no_other_
 
     # The other front may learn of the failure later than the front that answered.
     running.wait_until(lambda: "broken" not in served(), WITHIN_S, "the fronts to omit the model")
-    assert complete(running, "a").status_code == 200
+    assert running.complete("a").status_code == 200
     running.command("models", "remove", "broken", "--yes")
 
 
@@ -185,13 +177,13 @@ def test_groups_and_a_time_to_live_and_optional_models_in_the_settings_work(tmp_
             WITHIN_S,
             "only a to stay loaded",
         )
-        assert complete(running, "b").status_code == 200
+        assert running.complete("b").status_code == 200
         assert states(running) == {"a": "available", "b": "ready", "c": "available"}
         loaded = running.command("models", "load", "a", "--wait")
         assert (loaded["name"], loaded["version"], loaded["state"]) == ("a", 1, "ready")
         assert states(running) == {"a": "ready", "b": "available", "c": "available"}
-        assert complete(running, "b").status_code == 200
-        assert complete(running, "c", keep_alive="1h").status_code == 200
+        assert running.complete("b").status_code == 200
+        assert running.complete("c", keep_alive="1h").status_code == 200
         assert states(running)["b"] == states(running)["c"] == "ready"
 
 
@@ -199,6 +191,6 @@ def test_models_of_a_group_are_loaded_and_unloaded_together(tmp_path: Path) -> N
     with alternating(tmp_path, 2.5, '[groups.pair]\nmodels = ["a", "b"]\nload = "all"\n') as world:
         world.ask("a")
         world.running.wait_until(lambda: in_memory(world.running) == ["a", "b"], WITHIN_S, "both models")
-        assert complete(world.running, "c").status_code == 200
+        assert world.running.complete("c").status_code == 200
         assert in_memory(world.running) == ["c"]
         assert not world.failures

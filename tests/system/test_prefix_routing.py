@@ -21,9 +21,7 @@ def running_seqs(running: Service) -> int:
 
 
 def cached_tokens(running: Service) -> int:
-    with running.http() as http:
-        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
-        answer = http.post("/v1/completions", json=body, timeout=WITHIN_S)
+    answer = running.complete(prompt=PROMPT, max_tokens=1)
     assert answer.status_code == 200, answer.text
     found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     return found

@@ -45,12 +45,6 @@ class Server:
         found = [replica for one in self.status().models if one.name == model for replica in one.replicas]
         return [pid for replica in found if replica.state == "ready" for pid in replica.pids]
 
-    def completes(self, model: str) -> int:
-        """Return the status of the response to a request."""
-        with self.running.http() as http:
-            body = {"model": model, "prompt": "import ", "max_tokens": 4}
-            return http.post("/v1/completions", json=body).status_code
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -98,13 +92,11 @@ def test_a_reload_under_load_applies_the_changes_and_affects_nothing_else(server
     running.wait_until(lambda: len(running.descendants()) == 4, 60, "a front and three replicas")
     assert server.pids("demo") == kept
     running.wait_until(lambda: [one.pid for one in server.status().fronts] == [front], 60, "only one front")
-    assert [server.completes(model) for model in ("demo", "other", "new")] == [200, 200, 200]
+    assert [running.complete(model).status_code for model in ("demo", "other", "new")] == [200, 200, 200]
     with httpx.Client(timeout=60) as http:
         assert http.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
         with pytest.raises(httpx.ConnectError):
             http.get(f"http://{former}/health/ready")
-    with running.http() as http:
-        too_long = {"model": "demo", "prompt": "x" * 1000}
-        assert http.post("/v1/completions", json=too_long).status_code == 413
+    assert running.complete(prompt="x" * 1000).status_code == 413
     running.wait_until(lambda: not running.rows(state="open"), 60, "all rows to end")
     assert {row["status"] for row in running.rows()} <= {200, 413}

@@ -145,9 +145,7 @@ def actions(remote: Remote, action: str) -> list[AuditAction]:
 
 
 def ask(remote: Remote, answers: list[int]) -> None:
-    with remote.service.http() as http:
-        body = {"model": "demo", "prompt": "import ", "max_tokens": 4}
-        answers.append(http.post("/v1/completions", json=body).status_code)
+    answers.append(remote.service.complete().status_code)
 
 
 @pytest.mark.parametrize("caller", ["operator", "read-key"])

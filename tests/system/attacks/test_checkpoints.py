@@ -37,9 +37,7 @@ def has_started(running: Service) -> bool:
 
 def status_of(running: Service, model: str) -> tuple[int, str]:
     """Send a request to the model, and return the status code and text of the response."""
-    body = {"model": model, "prompt": "hi", "max_tokens": 1}
-    with running.http() as http:
-        answer = http.post("/v1/completions", json=body)
+    answer = running.complete(model)
     return answer.status_code, answer.text
 
 
