@@ -179,10 +179,10 @@ def test_requests_with_wrong_keys_write_one_log_line_and_are_reported(attacked: 
     sockets = {" 127.0.0.1:": (attacked.tcp, "/"), "admin.sock": (attacked.admin, "/status")}
     lines, before, started = {text: len(logged(text)) for text in sockets}, denied(), time.monotonic()
     for address, path in sockets.values():
-        for number in range(400):
+        for number in range(200):
             request = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ak-{number}\r\n\r\n"
             assert exchange(address, request.encode()).startswith(b"HTTP/1.1 401 ")
-    wait_for(lambda: denied() >= before + 400, "the report")
+    wait_for(lambda: denied() >= before + 200, "the report")
     for text in sockets:
         wait_for(lambda text=text: len(logged(text)) > lines[text], "the log line")  # type: ignore[misc]
         # Two fronts and the core each write at most one line every 5 s.
