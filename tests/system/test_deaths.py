@@ -66,6 +66,12 @@ class Stream(threading.Thread):
             self.begun.set()
 
 
+def stream_until(stop: threading.Event, running: Service) -> None:
+    """Read one stream after another."""
+    while not stop.is_set():
+        Stream(running).join(120)
+
+
 def gap_of(top: dict[str, float] | None) -> float:
     """Return the difference between the two highest log probabilities, or infinity if fewer than two are
     given."""

@@ -20,7 +20,7 @@ from console.live import LiveSource
 from console.session import ConsoleSession
 from tests.console.test_schema import undelivered
 from tests.system.service import Service, service
-from tests.system.test_deaths import Stream
+from tests.system.test_deaths import stream_until
 
 pytestmark = pytest.mark.system
 
@@ -48,11 +48,6 @@ def ask_long_prompts(stop: threading.Event, running: Service) -> None:
             words = " ".join(str(chance.randrange(10_000)) for _ in range(180))
             client.completions.create(model="demo", prompt=words, max_tokens=2)
             stop.wait(0.3)
-
-
-def stream_until(stop: threading.Event, running: Service) -> None:
-    while not stop.is_set():
-        Stream(running).join(120)
 
 
 def named(snapshot: dict[str, Any]) -> set[str]:

@@ -33,7 +33,7 @@ from console.timeline import PastState
 from tests.console.test_schema import undelivered
 from tests.system.commands import run_appliance
 from tests.system.service import Service, service
-from tests.system.test_deaths import Stream
+from tests.system.test_deaths import Stream, stream_until
 
 pytestmark = pytest.mark.system
 
@@ -61,12 +61,6 @@ _MAX_SECONDS = 150
 
 UNKNOWN = {"kv[].hit_rate", "kv[].hit_window_s", "batches[].mixed_step_ms", "batches[].mixed_idle_us"}
 """Fields that have no value while no step contains prompts."""
-
-
-def ask_until(stop: threading.Event, running: Service) -> None:
-    """Read one stream after another."""
-    while not stop.is_set():
-        Stream(running).join(120)
 
 
 def bodies(session: ConsoleSession, screens: Sequence[str] = SCREENS) -> dict[str, list[str]]:
@@ -243,7 +237,7 @@ def test_replayed_screens_of_a_replicas_death_equal_the_live_screens(tmp_path: P
         began = time.time()
         Stream(running, max_tokens=8).join(120)
         stop = threading.Event()
-        clients = [threading.Thread(target=ask_until, args=(stop, running), daemon=True) for _ in range(6)]
+        clients = [threading.Thread(target=stream_until, args=(stop, running), daemon=True) for _ in range(6)]
         for client in clients:
             client.start()
         live, maps, seen = asyncio.run(watch(running))
