@@ -149,8 +149,8 @@ def test_a_step_that_takes_far_longer_than_announced_counts_as_a_hang(make_servi
     service = make_service("hang_timeout_s = 2")
     service.start()
     before = service.wait_ready().models[0].replicas[0]
-    # The replica counts as silent after 4.5 s, and is killed after 15 s.
-    (service.folder / "m" / "step.json").write_text('{"announced_s": 1.5, "seconds": 600}')
+    # The replica counts as silent after 4 s, and is killed after 10 s.
+    (service.folder / "m" / "step.json").write_text('{"announced_s": 1, "seconds": 600}')
     wait_until(lambda: "m-0 is silent" in service.admin.status().reason)
     wait_until(lambda: service.admin.status().models[0].replicas[0].restarts == 1)
     assert service.wait_ready().models[0].replicas[0].pids != before.pids
@@ -185,26 +185,6 @@ def test_a_front_that_hangs_during_its_start_is_killed_and_restarted(make_servic
     (service.folder / "m" / "hang").unlink()
     service.have_time_to_load()
     service.wait_ready()
-
-
-def test_a_front_that_does_not_become_ready_is_a_problem_of_status_and_doctor(make_service: Make) -> None:
-    service = make_service("load_timeout_s = 300")
-    (service.folder / "m" / "hang").touch()
-    service.start()
-    seen: list[Status] = []
-
-    def has_problem() -> bool:
-        if service.state() != "down":
-            seen.append(service.admin.status())
-        return bool(seen) and any(one.where == "front-0" for one in seen[-1].current_problems)
-
-    wait_until(has_problem, 120.0)
-    status = seen[-1]
-    (problem,) = status.current_problems
-    assert (problem.where, status.fronts[0].state) == ("front-0", "starting")
-    assert problem.description.startswith("starting for") and problem.remedy
-    found = examine(Path(status.run_dir), Path(status.state_dir), SettingsError()).findings
-    assert any("front-0: starting for" in one.text for one in found if one.level == "problem")
 
 
 def test_a_bad_checkpoint_fails_its_model_and_no_other(make_service: Make) -> None:

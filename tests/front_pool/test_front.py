@@ -118,7 +118,8 @@ def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
         assert not list(_front(front.status()))
         front._started_at -= 100
         (problem,) = _front(front.status())
-        assert "models' tokenizers" in problem.description
+        assert problem.description.startswith("starting for") and problem.remedy
+        assert (problem.where, "models' tokenizers" in problem.description) == ("front-0", True)
         front.check()
         assert front.state == "starting"
         front._started_at -= 600
