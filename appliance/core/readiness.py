@@ -111,8 +111,8 @@ class Readiness:
         """Return why fronts cannot serve the model, or an empty string if they all can."""
         names: dict[str, list[str]] = {}
         for front in self.fronts.fronts:
-            if model in front.problems:
-                names.setdefault(front.problems[model], []).append(front.name)
+            if (problem := front.report.problems.get(model)) is not None:
+                names.setdefault(problem, []).append(front.name)
         return "; ".join(f"{', '.join(fronts)}: {text}" for text, fronts in names.items())
 
     def configuration(self) -> Configure:

@@ -53,6 +53,7 @@ normally report twice a second."""
 _SLOW_START_S = 30.0
 """A front that takes longer than this many seconds to start is reported as a problem. Reading a model's
 tokenizer takes about two seconds."""
+_NO_REPORT = FrontReport()
 
 
 class Untaken:
@@ -139,24 +140,9 @@ class Front:
         return report is None or report.busy_connections + len(self._untaken) < report.max_connections
 
     @property
-    def problems(self) -> dict[str, str]:
-        """Models that the front cannot serve, each with the reason."""
-        return self._report.problems if self._report is not None else {}
-
-    @property
-    def configured(self) -> int:
-        """Serial number of the latest configuration applied by the front."""
-        return self._report.configured if self._report is not None else 0
-
-    @property
-    def routed(self) -> int:
-        """Serial number of the latest configuration whose routes the front is using."""
-        return self._report.routed if self._report is not None else 0
-
-    @property
-    def preparing(self) -> tuple[str, ...]:
-        """Models and versions for which the front is currently preparing requests."""
-        return self._report.preparing if self._report is not None else ()
+    def report(self) -> FrontReport:
+        """The process's latest report, or an empty report if it has sent none."""
+        return self._report or _NO_REPORT
 
     @property
     def operator_state(self) -> FrontState:
@@ -264,19 +250,17 @@ class Front:
     def _message(self, message: FrontToCore) -> None:
         self._last_sign = time.monotonic()
         if isinstance(message, FrontReport):
-            before, self._report = self._report, message
+            before, self._report = self.report, message
             self._receives_connections = True
-            problems = before.problems if before is not None else {}
-            if message.problems != problems:
-                self._events.front_changed(self, problems)
+            if message.problems != before.problems:
+                self._events.front_changed(self, before.problems)
             self._events.front_available(self)
             for name in message.wanted:
                 self._events.name_wanted(name)
             for problem in self._refusals.problems(message):
                 self._events.front_problem(self, problem)
-            counted = before.template_problems if before is not None else {}
             for model, (count, reason) in message.template_problems.items():
-                if count > counted.get(model, (0, ""))[0]:
+                if count > before.template_problems.get(model, (0, ""))[0]:
                     self._events.front_problem(self, f"model {model!r}: {reason}")
         elif isinstance(message, FrontReady):
             if self.state == "starting":

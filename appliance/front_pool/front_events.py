@@ -44,8 +44,8 @@ class FrontEvents(Protocol):
         """Called with the front's reply to `AskProgress`."""
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
-        """Called when `front.problems`, which lists the models that the front cannot serve, has changed.
-        `former` is the previous value."""
+        """Called when `front.report.problems`, which lists the models that the front cannot serve, has
+        changed. `former` is the previous value."""
 
     def front_exited(self, front: Front, name: str) -> None:
         """Called when the front process with this name has exited."""

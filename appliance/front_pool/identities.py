@@ -60,12 +60,11 @@ class IdentityRegistry:
         for peer in policies.peers.values():
             if (tenant := policies.tenants.get(peer.tenant)) is not None:
                 peers[peer.kind][peer.number] = _of_peer(tenant)
-        anybody = local is not None and self.unix.uids == "any"
         return Identities(
             keys=keys,
             uids=peers["uid"],
             gids=peers["gid"],
-            any_uid=_of_peer(local) if local is not None and anybody else None,
+            any_uid=_of_peer(local) if local is not None and self.unix.uids == "any" else None,
         )
 
     def _of_key(self, key: KeyRecord, tenant: TenantRecord) -> Identity:

@@ -217,7 +217,7 @@ class FrontPool:
         its models. Return False if this takes longer than `timeout_s` seconds."""
         self.publish_configuration()
         serial, deadline = self._serial, time.monotonic() + timeout_s
-        while any(front.state == "ready" and front.configured < serial for front in self.fronts):
+        while any(front.state == "ready" and front.report.configured < serial for front in self.fronts):
             if time.monotonic() > deadline:
                 return False
             await asyncio.sleep(0.02)
@@ -229,7 +229,7 @@ class FrontPool:
         before its first connection."""
         self.publish_configuration()
         serial, deadline = self._serial, time.monotonic() + _ROUTED_WITHIN_S
-        while late := [front for front in self._serving() if front.routed < serial]:
+        while late := [front for front in self._serving() if front.report.routed < serial]:
             if time.monotonic() > deadline:
                 for front in late:
                     front.kill(f"it did not confirm new routes within {_ROUTED_WITHIN_S:g} s")
@@ -239,11 +239,17 @@ class FrontPool:
         """Return whether a front may still be preparing a request for this model, even if no route leads to
         the model any more."""
         serial = self._serial
-        return any(front.routed < serial or unit in front.preparing for front in self._serving())
+        return any(
+            front.report.routed < serial or unit in front.report.preparing for front in self._serving()
+        )
 
     def problem_with(self, unit: str) -> str:
         """Return why a front cannot serve this model, or an empty string if every front can."""
-        found = (f"{front.name}: {front.problems[unit]}" for front in self.fronts if unit in front.problems)
+        found = (
+            f"{front.name}: {front.report.problems[unit]}"
+            for front in self.fronts
+            if unit in front.report.problems
+        )
         return next(found, "")
 
     def _serving(self) -> list[Front]:
@@ -348,7 +354,7 @@ class FrontPool:
         self.progress.take(front.name, message)
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
-        for model, reason in front.problems.items():
+        for model, reason in front.report.problems.items():
             if former.get(model) != reason:
                 self._note(front.name, f"model {model!r} cannot be used: {reason}")
         self.publish_configuration()
