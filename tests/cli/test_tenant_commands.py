@@ -330,6 +330,33 @@ def test_the_user_must_confirm_an_action_that_is_hard_to_undo(
         assert (len(admin.actions), outcome.code) == (done, 1 - done)
 
 
+@pytest.mark.parametrize(
+    ("words", "sent"),
+    [
+        ("alias chat demo@2", {"name": "chat", "target": "demo@2"}),
+        ("alias chat --delete", {"name": "chat", "target": None}),
+        ("split demo 1=90% 2=10", {"name": "demo", "weights": {"1": 90.0, "2": 10.0}}),
+        ("split demo --clear", {"name": "demo", "weights": None}),
+        ("shadow demo --to 2", {"name": "demo", "target": "2", "share": 0.05}),
+        ("shadow demo --clear", {"name": "demo", "target": None, "share": 0.05}),
+        ("alias chat", "give either NAME[@VERSION] or --delete"),
+        ("split demo 1=90 --clear", "give either TARGET=WEIGHT... or --clear"),
+        ("split demo 1=0", "'1=0' is not valid: write VERSION=WEIGHT"),
+        ("split demo 1=1 1=2", "'1' is given twice"),
+        ("shadow demo", "give either --to or --clear"),
+        ("shadow demo --to 2 --share 101%", "--share '101%' is not valid: write a percentage such as 5%"),
+    ],
+)
+def test_an_option_instead_of_the_value_ends_an_alias_split_or_shadow(
+    cli: Run, admin: AdminService, run_dir: Path, words: str, sent: dict[str, Any] | str
+) -> None:
+    outcome = cli("models", *words.split(), "--run-dir", run_dir)
+    if isinstance(sent, str):
+        assert outcome.code == 2 and sent in outcome.err and not admin.actions
+    else:
+        assert outcome.code == 0 and last(admin) == (f"models.{words.split()[0]}", sent)
+
+
 def test_an_operator_key_in_the_environment_is_sent(
     cli: Run, admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
