@@ -44,7 +44,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(tree: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, *words], cwd=tree, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *words], cwd=tree, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -137,7 +137,7 @@ def run_unprivileged_cli(open_folder: Path) -> Run:
             env={**os.environ, **dict.fromkeys(HOMES, str(open_folder / "home"))},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
         return Outcome(done.returncode, done.stdout, done.stderr)
 

@@ -58,7 +58,7 @@ def test_a_prompt_is_answered_and_nothing_else_is_printed(cli: Run, api: ApiServ
 def test_the_prompt_may_be_piped_in(api: ApiService, run_dir: Path) -> None:
     command = [sys.executable, "-m", "appliance.cli", "chat", "--run-dir", str(run_dir)]
     done = subprocess.run(
-        command, cwd=ROOT, input=b"Gr\xc3\xbc\xc3\x9fe \xff\n", capture_output=True, timeout=60
+        command, cwd=ROOT, input=b"Gr\xc3\xbc\xc3\x9fe \xff\n", capture_output=True, timeout=600
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"Hello.\n", b"")
     assert api.asked[0]["messages"][0]["content"].startswith("Grüße ")

@@ -34,7 +34,7 @@ def loaded_by(*words: str) -> set[str]:
         "print(json.dumps(sorted(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", source, *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", source, *words], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     return set(json.loads(done.stderr.splitlines()[-1]))
 

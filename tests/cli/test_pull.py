@@ -52,7 +52,7 @@ def command(*words: object) -> subprocess.Popen[str]:
 
 def run(*words: object) -> tuple[int, str, str]:
     process = command(*words)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
 
@@ -117,7 +117,7 @@ def test_a_stopped_pull_continues_in_the_middle_of_the_file(
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(stop)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     released.set()
     if stop == signal.SIGINT:
         assert process.returncode == 130
@@ -144,7 +144,7 @@ def test_a_slow_pull_without_a_terminal_reports_its_progress_in_lines(hub: HubSe
     assert process.stderr is not None
     line = process.stderr.readline()
     released.set()
-    _, rest = process.communicate(timeout=120)
+    _, rest = process.communicate(timeout=600)
     assert line.startswith("org/demo 75% · 3.0 MiB of 4.0 MiB")
     assert "\x1b" not in line + rest
 
@@ -192,7 +192,7 @@ def test_an_operator_without_write_permission_gets_an_error_before_the_download(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "HOME": str(open_folder / "home")},
     )
     assert done.returncode == 1

@@ -11,7 +11,7 @@ def loaded(code: str) -> list[str]:
     """Return the top-level packages that the given code imports in a new process."""
     script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600
     )
     return done.stdout.split()
 

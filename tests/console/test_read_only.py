@@ -358,7 +358,7 @@ def test_no_clickable_text_changes_anything(target: Target) -> None:
 def test_the_service_refuses_every_route_that_can_change_something(target: Target) -> None:
     before = target.state()
     transport = httpx.HTTPTransport(uds=str(target.run_dir / "admin.sock"), verify=False)
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as client:
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as client:
         routes = [
             (method.upper(), path)
             for path, methods in client.get("/openapi.json").json()["paths"].items()
@@ -400,7 +400,7 @@ def test_a_console_with_write_changes_the_service(target: Target) -> None:
 @pytest.mark.parametrize("value", ["false", "TRUE", ""])
 def test_a_mistyped_header_does_not_permit_actions(target: Target, value: str) -> None:
     transport = httpx.HTTPTransport(uds=str(target.run_dir / "admin.sock"), verify=False)
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as client:
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as client:
         response = client.post("/actions/drain", json={}, headers={READ_ONLY_HEADER: value})
     assert response.status_code == 400
     assert f"{READ_ONLY_HEADER} = {value!r} is not valid" in response.json()["message"]

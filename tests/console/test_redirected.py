@@ -20,7 +20,7 @@ def console(folder: Path, *redirected: str) -> tuple[int, str]:
     file = folder / "file"
     with file.open("w+") as other:
         streams = {name: other if name in redirected else inside for name in STREAMS}
-        code = subprocess.run([str(APPLIANCE), "console", "--demo"], timeout=120, **streams).returncode  # type: ignore[call-overload]
+        code = subprocess.run([str(APPLIANCE), "console", "--demo"], timeout=600, **streams).returncode  # type: ignore[call-overload]
     os.close(inside)
     shown = b""
     try:

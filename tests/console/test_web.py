@@ -125,7 +125,7 @@ def test_a_console_in_the_browser_is_always_read_only(flags: list[str], message:
         [APPLIANCE, "console", "--web", "--demo", *flags],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "NO_COLOR": "1"},
     )
     assert done.returncode == 2 and message in done.stderr
@@ -134,6 +134,6 @@ def test_a_console_in_the_browser_is_always_read_only(flags: list[str], message:
 def test_a_port_in_use_is_named(address: str) -> None:
     port = base(address).rpartition(":")[2]
     done = subprocess.run(
-        [APPLIANCE, "console", "--web", "--demo", "--port", port], capture_output=True, text=True, timeout=120
+        [APPLIANCE, "console", "--web", "--demo", "--port", port], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 1 and f"127.0.0.1:{port}" in done.stderr and "--port" in done.stderr

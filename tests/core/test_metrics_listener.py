@@ -26,7 +26,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def scrape(port: int) -> str:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=600).text
     except httpx.TransportError:
         return ""
 

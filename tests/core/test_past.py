@@ -189,7 +189,7 @@ def test_a_read_key_may_read_the_past_and_others_may_not(running: Service) -> No
 )
 def test_a_wrong_parameter_is_named(running: Service, path: str, message: str) -> None:
     transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"), verify=False)
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as client:
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as client:
         response = client.get(path)
     assert response.status_code == 400 and message in response.json()["message"].replace("`", "")
 
@@ -307,7 +307,7 @@ def test_one_frame_of_the_past_is_printed(running: Service) -> None:
 
     def top(*words: str) -> str:
         command = [sys.executable, "-m", "appliance.cli", "top", "--run-dir", str(running.run_dir), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -42,7 +42,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def raw(service: Service, path: str, key: str | None = None) -> httpx.Response:
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"), verify=False)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as client:
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as client:
         return client.get(path, headers=headers)
 
 
@@ -266,7 +266,7 @@ def test_an_unfinished_request_shows_its_age_class_phase_and_tokens_so_far(
 
 def test_a_report_of_too_many_daily_rows_is_refused_with_advice(running: Service) -> None:
     day = (datetime.now(UTC) - timedelta(days=100)).date().isoformat()
-    with closing(sqlite3.connect(running.state_dir / "history.db", timeout=60)) as history, history:
+    with closing(sqlite3.connect(running.state_dir / "history.db", timeout=600)) as history, history:
         history.executemany(
             "INSERT INTO usage VALUES (?, ?, '', 'm', 1, 0, 2, 0, 3)",
             ((day, f"t{number}") for number in range(MAX_DAILY_ROWS)),
@@ -280,7 +280,7 @@ def test_a_report_of_too_many_daily_rows_is_refused_with_advice(running: Service
     with pytest.raises(AdminError, match=r"more than 50,000 daily rows: select fewer days, or one tenant"):
         total()
     assert total(tenant="one") == 1
-    with closing(sqlite3.connect(running.state_dir / "history.db", timeout=60)) as history, history:
+    with closing(sqlite3.connect(running.state_dir / "history.db", timeout=600)) as history, history:
         history.execute("DELETE FROM usage WHERE tenant = 'one'")
     assert total() == MAX_DAILY_ROWS
 

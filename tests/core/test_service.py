@@ -224,7 +224,7 @@ def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: 
     assert status.fronts[0].problems == {"m": "tokenizer.json is missing"}
     assert status.fronts[0].dropped_texts == 3
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, timeout=60) as metrics:
+    with httpx.Client(transport=transport, timeout=600) as metrics:
         said = metrics.get("http://server/metrics").text
     assert 'appliance_front_dropped_texts_total{front="front-0"} 3' in said
     # The service writes the log in a separate thread.
@@ -332,7 +332,7 @@ def test_a_run_directory_has_one_service_and_the_message_names_it(make_service: 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert service.process is not None
     assert second.returncode == 1

@@ -37,7 +37,7 @@ def activated(environ: dict[str, str], *sockets: socket.socket) -> dict[str, obj
         pass_fds=copies,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     for copy in copies:
         os.close(copy)

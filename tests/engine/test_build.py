@@ -369,7 +369,7 @@ def test_the_documented_command_creates_the_folder_of_a_public_shape(tmp_path: P
     )
     _python, *arguments = shlex.split(command)
     environment = os.environ | {"PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, check=True, timeout=600)
     assert read_config(tmp_path / "models" / "llama-8b").hidden_size == 4096
 
 

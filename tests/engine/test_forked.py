@@ -51,7 +51,7 @@ def test_output_exit_code_descriptors_and_environment_are_those_of_popen(
         start_new_session=session,
     ) as process:
         os.close(writing)
-        out, err = process.communicate("input", timeout=120)
+        out, err = process.communicate("input", timeout=600)
     expected = [os.getpid(), session, "value", str(tmp_path), start is ForkedPopen]
     assert (json.loads(out), err, process.returncode) == (expected, "INPUT\n", 7)
     assert (os.read(reading, 64), os.read(reading, 64)) == (b"to the pipe", b"")

@@ -150,7 +150,7 @@ def test_captured_halves_give_the_results_of_whole_passes(
     folder = make(case, tmp_path / case.name)
     hidden = read_config(folder).hidden_size
     whole = on_ranks(size, lambda rank: results_of(folder, rank))
-    barrier = threading.Barrier(size, timeout=60)
+    barrier = threading.Barrier(size, timeout=600)
     monkeypatch.setattr(peer_overlap, "all_gather", lambda *_, **__: barrier.wait())
     shapes = OverlapMemory.shapes(size, 256, hidden)
     memory = OverlapMemory(*([torch.full(shape, torch.nan) for _ in range(size)] for shape in shapes))

@@ -64,7 +64,7 @@ def growth_mb(program: str, bounded: str) -> int:
         [sys.executable, "-c", BEGINNING + program, bounded],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
         env={key: value for key, value in os.environ.items() if "CACHE_CAPACITY" not in key},
     )

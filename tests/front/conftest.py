@@ -63,7 +63,7 @@ def client(front: Harness) -> Iterator[openai.OpenAI]:
         api_key="unused",
         base_url="http://appliance/v1",
         max_retries=0,
-        timeout=30,
+        timeout=600,
         http_client=openai.DefaultHttpx2Client(transport=transport),
     ) as client:
         yield client
@@ -73,6 +73,6 @@ def client(front: Harness) -> Iterator[openai.OpenAI]:
 def tcp_client(front: Harness) -> Iterator[openai.OpenAI]:
     """OpenAI's client, connected over TCP, with a valid key."""
     with openai.OpenAI(
-        api_key=KEY, base_url=f"http://127.0.0.1:{front.port}/v1", max_retries=0, timeout=30
+        api_key=KEY, base_url=f"http://127.0.0.1:{front.port}/v1", max_retries=0, timeout=600
     ) as client:
         yield client

@@ -118,7 +118,7 @@ def test_only_the_beginning_of_a_long_text_is_kept_without_parts_of_secrets(
 def test_a_cancelled_answer_is_kept_up_to_its_end(policy: Harness, client: openai.OpenAI) -> None:
     keeps(policy, "full")
     policy.replica.step_s = 0.01
-    with httpx.Client(transport=httpx.HTTPTransport(uds=policy.api_sock), timeout=60) as http:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=policy.api_sock), timeout=600) as http:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 100, "stream": True}
         with http.stream("POST", "http://server/v1/completions", json=body) as response:
             next(response.iter_bytes())

@@ -100,7 +100,7 @@ def run_unprivileged() -> Callable[..., str]:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

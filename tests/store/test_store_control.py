@@ -166,7 +166,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     path = tmp_path / "control.db"
     done = subprocess.run(
-        [sys.executable, "-c", source, path], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", source, path], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == -9
     assert [record.id for record in read_policies(path).keys.values()] == [done.stdout.strip()]

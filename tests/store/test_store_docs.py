@@ -54,7 +54,7 @@ def test_the_chain_check_on_the_page_accepts_the_chain_and_finds_a_forgery(state
 
     def check() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", source, path], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", source, path], capture_output=True, text=True, timeout=600
         )
 
     assert check().stdout.startswith("3 rows, head ")

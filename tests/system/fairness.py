@@ -61,7 +61,7 @@ class Client:
             ),
             base_url="http://appliance",
             headers={"Authorization": f"Bearer {key}"},
-            timeout=120,
+            timeout=600,
         )
 
     async def first_token_s(self, prompt: int, output: int) -> float:
@@ -216,7 +216,7 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Measu
 async def _watch_steps(running: Service, steps_ms: list[float]) -> None:
     """Repeatedly record the duration of the latest step with prompts, until this task is cancelled."""
     transport = httpx.AsyncHTTPTransport(uds=str(running.run_dir / "admin.sock"), verify=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://appliance", timeout=120) as http:
+    async with httpx.AsyncClient(transport=transport, base_url="http://appliance", timeout=600) as http:
         while True:
             status = (await http.get("/status")).json()
             if step_ms := status["models"][0]["replicas"][0]["mixed_step_ms"]:

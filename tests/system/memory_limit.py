@@ -65,7 +65,7 @@ class Group:
         # allocates memory.
         self.limit.write_text(str(int(self.usage.read_text()) + (20 << 20)))
         try:
-            subprocess.run(["sh", "-c", enter + '"$@"', "sh", *words], check=False, timeout=120)
+            subprocess.run(["sh", "-c", enter + '"$@"', "sh", *words], check=False, timeout=600)
         finally:
             self.limit.write_text(self.unlimited)
 

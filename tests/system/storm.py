@@ -73,7 +73,7 @@ def ask(running: Service, draw: random.Random, tally: Tally, key: str = "") -> N
     try:
         with (
             running.http() as http,
-            http.stream("POST", "/v1/completions", json=body, headers=headers, timeout=60) as answer,
+            http.stream("POST", "/v1/completions", json=body, headers=headers, timeout=600) as answer,
         ):
             request_id = answer.headers.get("x-request-id")
             if answer.status_code != 200:

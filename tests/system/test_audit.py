@@ -104,7 +104,7 @@ def read_as_auditor(state_dir: Path, how: str) -> str:
         )
     source = f"import os, sqlite3, sys\n{become}\n{act}"
     command = [sys.executable, "-I", "-S", "-c", source, str(state_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

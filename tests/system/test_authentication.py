@@ -435,7 +435,7 @@ def test_a_change_by_an_operator_applies_to_the_next_connection(matrix: Matrix) 
 
 def test_each_request_on_a_keep_alive_connection_is_authenticated_again(matrix: Matrix) -> None:
     right = matrix.callers["inference"][0]
-    with httpx.Client(base_url=f"http://127.0.0.1:{right.address[1]}", timeout=60) as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{right.address[1]}", timeout=600) as http:
         good = http.get("/v1/models", headers=dict(right.headers))
         assert good.status_code == 200
         assert http.get("/v1/models").status_code == 401
@@ -447,7 +447,7 @@ def test_an_expired_or_revoked_key_is_refused_even_on_an_open_connection(matrix:
     address = matrix.callers["inference"][0].address
     revoked = running.act(CreateKey(name="revoked-soon"))
     brief = running.key("brief", expires_at=time.time() + 10)  # the first requests must precede this time
-    with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=60) as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=600) as http:
 
         def status(key: str) -> int:
             return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code

@@ -95,7 +95,7 @@ def test_a_demo_that_is_terminated_restores_the_terminal_and_stops_the_service(t
         processes = psutil.Process(terminal.pid()).children(recursive=True)
         psutil.Process(terminal.pid()).terminate()
         assert terminal.modes() >= SANE
-        assert psutil.wait_procs(processes, timeout=60)[1] == []
+        assert psutil.wait_procs(processes, timeout=600)[1] == []
     finally:
         terminal.tmux("kill-server")
 
@@ -131,7 +131,7 @@ def test_an_installation_shows_its_progress(tmp_path: Path) -> None:
             env={**os.environ, "CODE": str(code)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
 

@@ -137,6 +137,6 @@ def test_the_fallback_answers_while_the_replica_of_a_model_is_restarting(
 
 def test_the_metrics_count_fallbacks_by_the_requested_model(running: Service) -> None:
     transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as http:
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as http:
         text = http.get("/metrics").text
     assert 'appliance_fallbacks_total{model="big",outcome="ok"}' in text

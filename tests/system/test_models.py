@@ -235,7 +235,7 @@ def test_a_split_sends_each_user_to_one_version_and_the_log_names_it(running: Se
     }
     counted = f'{{model="chat",unit="chat@2",outcome="ok"}} {2 * first.count(TOKENS[1])}\n'
     transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as http:
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as http:
         assert f"appliance_arm_requests_total{counted}" in http.get("/metrics").text
     assert "models split chat --clear" in refused(running, "rollback", "chat")
     models(running, "split", "chat", "--clear")

@@ -93,7 +93,7 @@ def test_a_reload_under_load_applies_the_changes_and_affects_nothing_else(server
     assert server.pids("demo") == kept
     running.wait_until(lambda: [one.pid for one in server.status().fronts] == [front], 60, "only one front")
     assert [running.complete(model).status_code for model in ("demo", "other", "new")] == [200, 200, 200]
-    with httpx.Client(timeout=60) as http:
+    with httpx.Client(timeout=600) as http:
         assert http.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
         with pytest.raises(httpx.ConnectError):
             http.get(f"http://{former}/health/ready")

@@ -66,7 +66,7 @@ def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
     rows = running.command("requests", "--limit", "1000")
     assert len(rows) - len(before) == 8 and {row["unit"] for row in rows} == {"chat"}
     transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as http:
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as http:
         text = http.get("/metrics").text
     labels = f'model="chat",unit="{target}",result="compared"'
     assert f"appliance_shadow_requests_total{{{labels}}} {found['compared']}\n" in text

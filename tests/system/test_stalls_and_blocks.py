@@ -43,7 +43,7 @@ def long_stall(snapshot: Snapshot) -> Stall | None:
 def ask_long_prompts(stop: threading.Event, running: Service) -> None:
     """Send one long prompt after another. Each prompt is new to the prefix cache."""
     chance = random.Random(1)
-    with running.client(timeout=60) as client:
+    with running.client(timeout=600) as client:
         while not stop.is_set():
             words = " ".join(str(chance.randrange(10_000)) for _ in range(180))
             client.completions.create(model="demo", prompt=words, max_tokens=2)

@@ -56,7 +56,7 @@ def is_worker(process: psutil.Process) -> bool:
 def have_ended(processes: list[psutil.Process]) -> bool:
     """Wait for the processes to end, and return whether all of them did. A killed process stays listed until
     the kernel has freed its memory."""
-    return not psutil.wait_procs(processes, timeout=60)[1]
+    return not psutil.wait_procs(processes, timeout=600)[1]
 
 
 def memory_of(process: psutil.Process) -> int:

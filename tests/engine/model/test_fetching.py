@@ -116,7 +116,7 @@ def test_the_pieces_of_a_block_are_read_concurrently(
     together = threading.Barrier(len(block.pieces()))
 
     def read(file: WeightFile, *asked: Any) -> None:
-        together.wait(timeout=30)
+        together.wait(timeout=600)
 
     monkeypatch.setattr(WeightFile, "read", read)
     with closing(ReaderPool(together.parties)) as readers:

@@ -133,7 +133,7 @@ def test_sums_by_copies_are_exact_and_equal_on_every_rank(monkeypatch: pytest.Mo
     """Each rank is a thread. A copy made by one rank becomes visible to the other ranks only after the next
     barrier."""
     size, rows, hidden = 4, 16, 8
-    barrier = threading.Barrier(size, timeout=60)
+    barrier = threading.Barrier(size, timeout=600)
     shapes = OverlapMemory.shapes(size, rows, hidden)
     stages, gathered = ([torch.full(shape, torch.nan) for _ in range(size)] for shape in shapes)
     monkeypatch.setattr(peer_overlap, "all_gather", lambda *_, **__: barrier.wait())

@@ -386,7 +386,7 @@ class Exchanges:
     """Two ranks that run as threads. They implement `all_to_all` with a barrier."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=60)
+        self.barrier = threading.Barrier(2, timeout=600)
         self.sent: dict[str, torch.Tensor] = {}
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:

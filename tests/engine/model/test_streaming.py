@@ -237,7 +237,7 @@ def test_all_readers_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def read(file: WeightFile, *asked: Any) -> None:
         if threading.get_ident() not in begun:
             begun.add(threading.get_ident())
-            together.wait(timeout=30)
+            together.wait(timeout=600)
         real(file, *asked)
 
     monkeypatch.setattr(WeightFile, "read", read)

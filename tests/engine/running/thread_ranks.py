@@ -39,7 +39,7 @@ def on_ranks(size: int, work: Callable[[ThreadRank], Result]) -> list[Result]:
     """Run `work` on every rank at the same time and return the results in rank order. An exception on one
     rank stops all ranks."""
     slots = [torch.empty(0)] * size
-    barrier = threading.Barrier(size, timeout=60)
+    barrier = threading.Barrier(size, timeout=600)
 
     def guarded(rank: int) -> Result:
         try:

@@ -270,7 +270,7 @@ def status_as_installed(running: Service, run_dir: str) -> subprocess.CompletedP
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _AS_INSTALLED, "sh"]
     arguments = [run_dir, str(running.run_dir / "service.lock"), str(ATTACKER), APPLIANCE]
     return subprocess.run(
-        [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+        [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
     )
 
 

@@ -151,7 +151,7 @@ def test_repeated_requests_for_the_admin_apis_description_cost_the_core_little(a
 def test_idle_connections_lock_nobody_out_of_metrics_or_administration(attacked: Target) -> None:
     with idle(attacked.metrics, 60) as first, idle(attacked.admin, 100):
         host, port = attacked.metrics
-        assert "appliance_ready 1" in httpx.get(f"http://{host}:{port}/metrics", timeout=60).text
+        assert "appliance_ready 1" in httpx.get(f"http://{host}:{port}/metrics", timeout=600).text
         wait_for(lambda: attacked.running.status()["state"] == "ready", "the service to be ready")
         wait_for(lambda: is_closed(first[0]), "the oldest idle connection to be closed")
 

@@ -99,7 +99,7 @@ def load(running: Service, *, logged: bool = True) -> Iterator[None]:
 def test_a_damaged_control_database_is_refused_at_the_start_with_a_remedy(stopped: Service) -> None:
     before = damage(stopped.state_dir / "control.db")
     command = [APPLIANCE, "serve", "--run-dir", str(stopped.run_dir), "--state-dir", str(stopped.state_dir)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
     assert "control.db is not a valid SQLite database" in refused.stderr
     assert "restore a backup" in refused.stderr
@@ -189,7 +189,7 @@ def test_deleted_databases_are_written_back(running: Service) -> None:
 def test_a_locked_request_log_stops_no_request_and_costs_no_row(running: Service) -> None:
     with load(running):
         with closing(
-            sqlite3.connect(running.state_dir / "history.db", isolation_level=None, timeout=60)
+            sqlite3.connect(running.state_dir / "history.db", isolation_level=None, timeout=600)
         ) as intruder:
             intruder.execute("BEGIN IMMEDIATE")
             problem(running, "history.db", "locked")
@@ -201,13 +201,13 @@ def test_a_locked_request_log_stops_no_request_and_costs_no_row(running: Service
 
 def test_a_change_that_failed_because_of_a_lock_is_not_made_later(running: Service) -> None:
     with closing(
-        sqlite3.connect(running.state_dir / "control.db", isolation_level=None, timeout=60)
+        sqlite3.connect(running.state_dir / "control.db", isolation_level=None, timeout=600)
     ) as intruder:
         intruder.execute("BEGIN IMMEDIATE")
         words = ("keys", "create", "--name", "late", "--run-dir", str(running.run_dir))
         command = subprocess.Popen([APPLIANCE, *words], stderr=subprocess.PIPE, text=True)
         assert answer(running), "requests need no write to control.db"
-        _, errors = command.communicate(timeout=120)
+        _, errors = command.communicate(timeout=600)
         assert command.returncode == 1 and "control.db" in errors
         assert problem(running, "audit", "")
         assert any("control.db" in text for text in doctor(running))

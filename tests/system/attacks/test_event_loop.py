@@ -234,7 +234,7 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Measurements],
     assert len(body) <= BODY
     status, message = REFUSED.get(name, (200, ""))
     best = (float("inf"), float("inf"))
-    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=600) as client:
         for _ in range(TRIES):
             MEASUREMENTS.pack_into(measurements, 0, 0.0, 0.0)
             headers = {"content-type": "application/json", **HEADERS.get(name, {})}
@@ -254,7 +254,7 @@ def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Mea
     body = completion(prompt=[300] * 250_000, n=samples, max_tokens=1000, stream=True, ignore_eos=True)
     best = (float("inf"), float("inf"))
     front.step_s = front.replica.step_s = 0.5
-    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=600) as client:
         headers = {"content-type": "application/json"}
         with client.stream("POST", "http://front" + COMPLETIONS, content=body, headers=headers) as answer:
             assert answer.status_code == 200
@@ -276,7 +276,7 @@ def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Measurements])
     front, measurements = watched
     MEASUREMENTS.pack_into(measurements, 0, 0.0, 0.0)
     body = completion(prompt=[100] * 250_000)
-    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=600) as client:
         client.post("http://front" + COMPLETIONS, content=body, headers={"content-type": "application/json"})
     # On any machine, creating a quarter of a million Python objects takes the front at least this long.
     assert min(MEASUREMENTS.unpack_from(measurements)) > 0.002

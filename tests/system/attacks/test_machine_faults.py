@@ -158,7 +158,7 @@ def test_a_connection_keeps_the_rights_of_the_user_who_made_it(running: Service)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [sys.executable, "-I", "-S", "-c", CONNECTS, str(theirs.fileno()), str(running.api_socket)]
-        subprocess.run(command, pass_fds=[theirs.fileno()], check=True, timeout=60)
+        subprocess.run(command, pass_fds=[theirs.fileno()], check=True, timeout=600)
         _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
     with socket.socket(fileno=descriptor) as connection:
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
