@@ -53,6 +53,19 @@ def test_elapsed_time_replaces_token_counts_that_are_not_reported_yet() -> None:
     assert eta_s(outstanding(), now=5 * STEP_S) == pytest.approx(5 * STEP_S)
 
 
+def test_a_request_that_waits_again_counts_with_its_new_expected_length() -> None:
+    request: Any = SimpleNamespace(
+        request_id="r", expected_tokens=50.0, admit=SimpleNamespace(num_seqs=1, prompt_tokens=1)
+    )
+    forecast: Any = SimpleNamespace(known=True, step_s=STEP_S, serving_s=lambda prompts, outputs: 0.0)
+    found = Outstanding()
+    found.wait(request)
+    found.begin(request)
+    request.expected_tokens = 20.0
+    found.wait(request)
+    assert found.remaining(forecast, now=0.0).seconds == pytest.approx(20 * STEP_S)
+
+
 def test_the_predicted_wait_is_unknown_without_a_replica_and_zero_in_an_empty_queue() -> None:
     server = SimulatedServer(tenants=[TenantRecord(name="t", created_at=0.0)])
     state = server.requests.state
