@@ -48,7 +48,7 @@ class Ask:
         self.reserved = self.tokens
 
 
-@examples(200)
+@examples(500)
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(0, 5)), max_size=60),
     st.sampled_from([Peaks.MAX, 3]),
@@ -74,7 +74,7 @@ def test_a_bucket_tracks_its_highest_level_since_each_reservation(
             assert len(peaks._numbers) <= min(most, len(running))
 
 
-@examples(200)
+@examples(400)
 @given(st.lists(st.tuples(st.sampled_from(["take", "settle", "wait"]), st.integers(0, 8)), max_size=40))
 def test_a_bucket_allows_no_more_usage_than_if_each_usage_had_been_known_in_advance(
     happens: list[tuple[str, int]],
@@ -247,5 +247,5 @@ class QuotaMachine(RuleBasedStateMachine):
                     assert level > -1e-6, f"{name} exceeds {limit} by {float(-level)}"
 
 
-QuotaMachine.TestCase.settings = examples(100, stateful_step_count=60)
+QuotaMachine.TestCase.settings = examples(150, stateful_step_count=60)
 test_quotas_are_never_overstepped_and_leak_nothing = QuotaMachine.TestCase
