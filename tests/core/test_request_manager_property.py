@@ -210,7 +210,7 @@ class RequestManagerMachine(RuleBasedStateMachine):
 
 
 RequestManagerMachine.TestCase.settings = examples(
-    150,
+    300,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
