@@ -25,7 +25,7 @@ MAX_SILENCE_S = 30 * 86400.0
 # parameter's value in help, and "short" its short option. "option" is the parameter's option if it is not
 # named after the parameter. "none_option" is the option that stands for null, and "none_help" its help.
 # "after" marks a parameter that is an argument after the target, not an option; its value is the text between
-# the two.
+# the two. "form" says how the value is written if its type does not tell: as weights or as a percentage.
 NAME = {"metavar": "NAME"}
 ID = {"metavar": "ID"}
 VERSION = {"metavar": "NAME[@VERSION]"}
@@ -434,6 +434,7 @@ class SplitModel(_Parameters):
             "NAME@VERSION. Null ends the split.",
             extra={
                 "metavar": "TARGET=WEIGHT...",
+                "form": "weights",
                 "none_option": "--clear",
                 "none_help": "End the split: all requests go to the default version again.",
                 "after": " ",
@@ -462,7 +463,12 @@ class ShadowModel(_Parameters):
     ]
     share: Annotated[
         float,
-        Meta(gt=0, le=1, description="Fraction of the requests to copy.", extra={"metavar": "PERCENT"}),
+        Meta(
+            gt=0,
+            le=1,
+            description="Fraction of the requests to copy.",
+            extra={"metavar": "PERCENT", "form": "percentage"},
+        ),
     ] = 0.05
 
 

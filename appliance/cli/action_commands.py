@@ -51,9 +51,9 @@ class _Parameter:
         self.metavar: str | None = extra.get("metavar")
         self.short: str | None = extra.get("short")
         self.is_switch = isinstance(kind, msgspec.inspect.BoolType)
-        self.is_table = self.metavar == "TARGET=WEIGHT..."
+        self.is_table = extra.get("form") == "weights"
         self.is_span = isinstance(kind, msgspec.inspect.FloatType) and field.name.endswith("_s")
-        self.is_share = self.metavar == "PERCENT"
+        self.is_share = extra.get("form") == "percentage"
         self.is_time = field.name.endswith("_at")
         self.max = getattr(kind, "le", None)
 
