@@ -65,10 +65,11 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_continue() -> No
         no_problem(running)
 
 
-def test_a_step_that_takes_longer_than_the_deadline_counts_neither_as_silence_nor_as_a_hang() -> None:
+def test_a_step_that_takes_longer_than_the_deadline_is_not_taken_for_a_hang() -> None:
     """A single step computes most prompts. It takes several seconds, during which the replica sends no
-    reports. Short steps are not announced, so the hang deadline is long enough for them on a busy machine."""
-    deadline_s = 3.0
+    reports. Short steps are not announced, so the hang deadline is long enough for them on a busy machine. That
+    an announced step does not make the replica silent is tested in `tests/core/test_service.py`."""
+    deadline_s = 4.0
     tokens = ["--max-num-batched-tokens", "32768", "--kv-blocks", "600"]
     with configured(f"hang_timeout_s = {deadline_s}\n", *tokens) as running, ThreadPoolExecutor(1) as thread:
         prompts = [[100 + prompt] * 2000 for prompt in range(16)]
@@ -79,7 +80,6 @@ def test_a_step_that_takes_longer_than_the_deadline_counts_neither_as_silence_no
             while not asked.done():
                 seen.append(running.replica())
             assert asked.result().status_code == 200, asked.result().text
-        assert {one["state"] for one in seen} == {"ready"}
         assert max(one["last_report_s"] for one in seen) > 1.1 * deadline_s
         after = running.replica()
         assert (after["restarts"], after["pids"]) == (0, seen[0]["pids"])
