@@ -4,7 +4,7 @@ simulated service."""
 from __future__ import annotations
 
 import asyncio
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,15 +116,23 @@ def test_the_recording_begins_before_the_start_of_the_console() -> None:
     assert past.first <= first.at - 115.0
 
 
-def test_the_clock_of_the_demo_catches_up_after_a_delay() -> None:
+def test_the_clock_of_the_demo_catches_up_after_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [FIXED_TIME]
+
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("console.fake.time", SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr("console.fake.asyncio", SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread))
     fake = FakeSource(requests=20, blocks=512, gpus=2, tenants=4, interval_s=0.1)
 
-    async def lags() -> list[float]:
+    async def offsets() -> list[float]:
         await fake.next()
-        time.sleep(0.6)  # The terminal is slow to draw.
-        return [time.time() - (await fake.next()).at for _ in range(40)]
+        now[0] += 0.6  # The terminal is slow to draw.
+        return [(await fake.next()).at - now[0] for _ in range(10)]
 
-    assert min(asyncio.run(lags())) < 0.3
+    first, *_, last = asyncio.run(offsets())
+    assert first < -0.3 and last == pytest.approx(0.0, abs=0.001)
 
 
 def test_another_operator_of_the_demo_drains_a_model_for_a_while(
