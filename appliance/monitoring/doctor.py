@@ -85,7 +85,7 @@ def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
     - whether the reason is that this user lacks access,
     - the reason why the process that listens on the socket is not trusted.
     """
-    with AdminClient(run_dir, timeout_s=5.0) as client:
+    with AdminClient(run_dir, places.ANSWER_TIMEOUT_S) as client:
         try:
             return client.status(), "", False, ""
         except NotAllowedError as error:

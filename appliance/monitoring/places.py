@@ -20,6 +20,8 @@ from appliance.quantities import of_bytes
 MAX_SOCKET_PATH_BYTES = 107
 """Maximum length of a socket path, in bytes. On Linux, `sun_path` holds 108 bytes, including the terminating
 zero."""
+ANSWER_TIMEOUT_S = 5.0
+"""Time after which a service that has not answered is reported as not responding."""
 _LITTLE_DISK_BYTES = 1 << 30
 _NO_DISK_BYTES = 64 << 20
 _SOCKETS = ("api.sock", "admin.sock")
@@ -56,7 +58,7 @@ def api_state(socket: Path) -> SocketState:
     """Request `/health/ready` on `api.sock`."""
     if not os.path.exists(socket):
         return SocketState(False, False, text="does not exist")
-    connection = unix_connection(socket, timeout_s=5.0)
+    connection = unix_connection(socket, ANSWER_TIMEOUT_S)
     try:
         connection.request("GET", "/health/ready")
         response = connection.getresponse()

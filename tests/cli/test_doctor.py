@@ -53,6 +53,7 @@ def doctor(cli: Run, run_dir: Path, tmp_path: Path, model: Path, monkeypatch: py
     """Return a function that runs the doctor on `run_dir` and `tmp_path`. The service has one model, and the
     machine has no GPU."""
     monkeypatch.setattr("appliance.monitoring.doctor.find_gpus", lambda: GpuReport([]))
+    monkeypatch.setattr("appliance.monitoring.places.ANSWER_TIMEOUT_S", 600.0)
     config = tmp_path / "appliance.toml"
 
     def run(
@@ -346,7 +347,7 @@ def test_a_process_that_writes_to_the_databases_without_a_service_is_a_problem(
 def test_a_rank_that_outlived_its_service_is_a_problem(doctor: Doctor) -> None:
     # The doctor looks only at command lines, so this process can simply sleep. The process's parent exits
     # immediately.
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "engine.replica"]
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)", "-m", "engine.replica"]
     source = f"import subprocess; print(subprocess.Popen({sleeper!r}, stdout=subprocess.DEVNULL).pid)"
     started = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True)
     orphan = int(started.stdout)
