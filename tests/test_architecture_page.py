@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from store.telemetry_reader import TelemetryReader
 from tests.system.service import Service, service
 from tests.test_tree import ROOT, tracked
 
@@ -51,11 +52,11 @@ def test_a_prompt_takes_the_path_that_the_page_names(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests/system/function_trace'}:{ROOT}")
     monkeypatch.setenv("APPLIANCE_TRACE", str(tmp_path))
     with service() as running:
-        ask(running)
+        ask(running, 1)
         enter(phase, 1)
-        time.sleep(5)  # Every periodic task of an idle service runs and is recorded within this time.
+        wait_for_samples(running, 5)
         enter(phase, 2)
-        ask(running)
+        ask(running, 2)
         enter(phase, 0)
     idle, calls = read_traces(tmp_path)
 
@@ -72,12 +73,25 @@ def enter(phase: Path, number: int) -> None:
         opened.write(bytes([number]))
 
 
-def ask(running: Service) -> None:
+def ask(running: Service, number: int) -> None:
+    """Send a prompt, and wait until the service has logged its `number` requests so far."""
     with running.client() as client:
         stream = client.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": "Hello"}], max_tokens=8, stream=True
         )
         assert list(stream)
+    running.wait_until(lambda: len(running.rows(state="ended")) == number, 120, "the request's log row")
+
+
+def wait_for_samples(running: Service, count: int) -> None:
+    """Wait until an idle service has recorded `count` samples, one per second. Every periodic task runs and
+    is recorded within this time."""
+    reader, since = TelemetryReader(running.state_dir / "history.db"), time.time()
+
+    def recorded() -> bool:
+        return len(list(reader.samples(since, time.time(), reader.finest))) >= count
+
+    running.wait_until(recorded, 120, f"{count} samples")
 
 
 def read_traces(folder: Path) -> tuple[set[tuple[str, str]], dict[tuple[str, str], int]]:
