@@ -86,6 +86,8 @@ class AdminService(_Service):
             "/keys": self.keys,
             "/tenants": self.tenants,
             "/peers": self.peers,
+            "/alerts": [],
+            "/silences": [],
         }
         handler.answer(msgspec.json.encode(shown[handler.path]))
 
