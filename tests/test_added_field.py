@@ -80,7 +80,7 @@ def test_a_field_added_in_one_place_appears_everywhere(tree: Path, tmp_path: Pat
         assert acme[column : column + len("MAX IMAGES")].strip() == "8"
         assert re.search(r"^max images +8$", run(tree, *cli, "show", "acme", *at), re.MULTILINE)
         # Check the admin API: the values that it shows, accepts, refuses and documents.
-        with AdminClient(service.run_dir) as client:
+        with AdminClient(service.run_dir, 60.0) as client:
             shown = {one["name"]: one for one in client.call(Call("GET", "/tenants", list[dict]))}
             assert (shown["acme"]["max_images"], shown["local"]["max_images"]) == (8, None)
             body = msgspec.json.encode({"name": "acme", "max_images": 65})

@@ -142,11 +142,14 @@ def test_a_slow_pull_without_a_terminal_reports_its_progress_in_lines(hub: HubSe
     hub.faults.before_piece = lambda path, offset: released.wait(120) if offset >= 3 << 20 else None
     process = command("org/demo", "--cache-dir", tmp_path / "c")
     assert process.stderr is not None
-    line = process.stderr.readline()
+    lines: list[str] = []
+    # On a busy machine, the first lines may report a smaller share.
+    while not lines or not lines[-1].startswith("org/demo 75% · 3.0 MiB of 4.0 MiB"):
+        lines.append(process.stderr.readline())
+        assert lines[-1].startswith("org/demo "), lines
     released.set()
     _, rest = process.communicate(timeout=600)
-    assert line.startswith("org/demo 75% · 3.0 MiB of 4.0 MiB")
-    assert "\x1b" not in line + rest
+    assert "\x1b" not in "".join([*lines, rest])
 
 
 def test_an_unsupported_architecture_is_refused_before_the_weights_are_downloaded(

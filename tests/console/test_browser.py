@@ -13,7 +13,7 @@ from appliance.client import AdminClient
 from appliance.pages import AuditQuery
 from tests.console.browser import CHROMIUM, Browser
 from tests.console.test_web import base, web_console
-from tests.system.service import service
+from tests.system.service import CALL_TIMEOUT_S, service
 
 pytestmark = [
     pytest.mark.system,
@@ -67,7 +67,7 @@ def test_chromium_shows_live_frames_and_performs_no_action(tmp_path: Path) -> No
             hosts = {url.split("/")[2] for url in browser.status if url.startswith("http")}
             assert hosts == {base(address).split("/")[2]}
 
-    with service() as running, AdminClient(running.run_dir) as client:
+    with service() as running, AdminClient(running.run_dir, CALL_TIMEOUT_S) as client:
 
         def state() -> tuple[object, ...]:
             status = client.status()

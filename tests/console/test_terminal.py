@@ -33,6 +33,6 @@ def test_the_terminal_is_clean_after_every_exit_and_the_mouse_is_captured_unless
             subprocess.run(["kill", f"-{end}", str(demo.pid())], check=True)
         assert demo.modes() >= SANE
         assert demo.marker.read_text().strip() == {"q": "0", "TERM": "143", "HUP": "129"}[end]
-        assert "Tokens per second" not in demo.screen()
+        demo.wait(lambda: "Tokens per second" not in demo.screen(), "the terminal's earlier contents")
     finally:
         demo.tmux("kill-server")

@@ -47,6 +47,7 @@ def past_at(app: ConsoleApp) -> float:
 
 async def enter_past(pilot: Pilot[int], app: ConsoleApp, seconds: float = 20.0) -> None:
     app.travel.open(FIXED_TIME + seconds)
+    await until(pilot, lambda: app.session.past is not None and past_at(app) == seconds)
     await until(pilot, lambda: "HISTORY" in shown(app) and "operator actions" in shown(app))
 
 
