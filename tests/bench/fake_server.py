@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.waiting import until
+
 
 @dataclass
 class Behaviour:
@@ -36,6 +38,8 @@ class Behaviour:
     api_key: str = ""
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "fake", "max_model_len": 10_000}])
     tokenizes: bool = False
+    answers: Callable[[], bool] = lambda: True
+    """Completions are answered only once this function has returned true."""
     at_once: int | None = None
     """Number of completions that run concurrently; additional requests wait."""
 
@@ -149,6 +153,7 @@ class FakeServer:
         writer: asyncio.StreamWriter,
     ) -> None:
         behaviour = self.behaviour
+        await until(behaviour.answers, timeout_s=600)
         await asyncio.sleep(behaviour.ttft_s(number))
         status = behaviour.status(number)
         if status != 200:

@@ -81,7 +81,7 @@ def test_percentiles_match_the_response_times_of_the_server(fake: FakeServer, ta
 
 
 def test_the_concurrency_limit_is_divided_among_the_workers(fake: FakeServer, target: Target) -> None:
-    fake.behaviour.ttft_s = lambda number: 0.3  # long enough for both workers to have started
+    fake.behaviour.answers = lambda: len(fake.bodies) >= 6
     raw = drive(target, 24, concurrency=6, workers=2)
     summary = statistics(raw)
     assert summary.succeeded == 24 and raw.workers == 2
@@ -137,8 +137,10 @@ def test_a_request_that_meets_a_closed_idle_connection_is_sent_again(
 def test_chunks_of_several_tokens_are_measured(fake: FakeServer, target: Target) -> None:
     fake.behaviour.tokens_per_chunk = 4
     fake.behaviour.gap_s = 0.02
-    summary = statistics(drive(target, 4, concurrency=4, output_tokens=16), 16)
-    assert (summary.output_tokens, summary.chunks) == (64, 16)
+    # With forty requests, a pause of the client, after which several chunks arrive at once, affects only a
+    # few gaps.
+    summary = statistics(drive(target, 40, concurrency=4, output_tokens=16), 16)
+    assert (summary.output_tokens, summary.chunks) == (640, 160)
     assert summary.itl_ms and summary.tpot_ms
     # The last fifteen tokens of an answer arrive in only three chunks. TPOT is therefore well below ITL, even
     # if a busy machine made one gap long.
@@ -201,36 +203,37 @@ def test_in_open_loop_latency_is_measured_from_the_time_a_request_was_due(
     fake: FakeServer, target: Target
 ) -> None:
     # All requests are due at the same time, but the server handles them one at a time and takes 500 ms for
-    # each. The last request therefore waits for the first three.
+    # each. The last request therefore waits for the first three. The server answers none of them before all
+    # have arrived, so the client must send each without waiting for the answer to another.
     fake.behaviour.at_once = 1
+    fake.behaviour.answers = lambda: len(fake.bodies) == 4
     fake.behaviour.ttft_s = lambda number: 0.5
     summary = statistics(drive(target, 4, arrivals=(0.0, 0.0, 0.0, 0.0)))
     assert summary.ttft_ms and summary.succeeded == 4
     assert summary.ttft_ms.max >= 1990
-    assert summary.late_p99_ms < 1490  # requests were sent on time, and waited on the server
 
 
 def test_in_open_loop_requests_do_not_wait_for_answers(fake: FakeServer, target: Target) -> None:
-    fake.behaviour.ttft_s = lambda number: 1.5
+    fake.behaviour.answers = lambda: len(fake.bodies) == 10
     raw = drive(target, 10, arrivals=tuple(0.02 * number for number in range(10)), workers=2)
     began = sorted(one.began_at - raw.started_at for one in raw.records)
     assert began == pytest.approx([0.02 * number for number in range(10)], abs=0.001)
-    assert statistics(raw).seconds < 14  # one after another, the requests would take 15 s
+    assert statistics(raw).succeeded == 10
 
 
 def test_a_run_that_reaches_its_time_limit_closes_its_requests(fake: FakeServer, target: Target) -> None:
     fake.behaviour.hangs_after = 1
-    raw = drive(target, 50, concurrency=3, stop_after_s=2.0)
+    raw = drive(target, 50, concurrency=3, stop_after_s=8.0)
     assert [record.failure for record in raw.records] == [STOPPED] * 3
     assert (statistics(raw).unfinished, statistics(raw).failures) == (3, {})
     wait_until(lambda: fake.left == 3)
 
 
 def test_progress_shows_running_requests_and_received_tokens(fake: FakeServer, target: Target) -> None:
-    fake.behaviour.ttft_s = lambda number: 3.0
     seen: list[tuple[int, int]] = []
+    fake.behaviour.answers = lambda: (3, 0) in seen
     drive(target, 3, concurrency=3, show=lambda raw: seen.append((raw.running, raw.chunks)))
-    assert (3, 0) in seen and seen[-1] == (0, 15)
+    assert seen[-1] == (0, 15)
 
 
 def test_every_request_is_reported_once(fake: FakeServer, target: Target) -> None:
