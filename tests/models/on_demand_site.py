@@ -156,12 +156,20 @@ class Requests:
 
     def __init__(self) -> None:
         self.state = SimpleNamespace(models={})
+        self.refusals: list[str] = []
+        """The reason of each failure of a model."""
+        self.refused_s: list[float] = []
+        """For each failure that has ended, how long requests were refused, in seconds."""
+        self._failed_at = 0.0
 
     def fail_model(self, unit: str, reason: str) -> None:
+        self.refusals.append(reason)
+        self._failed_at = time.monotonic()
         self.state.models[unit].failure = reason
         self.state.models[unit].queued = 0
 
     def recover_model(self, unit: str) -> None:
+        self.refused_s.append(time.monotonic() - self._failed_at)
         self.state.models[unit].failure = None
 
 
@@ -248,10 +256,9 @@ def play(site: Site, scenario: Callable[[], Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the loop run every millisecond, and shorten the time for which failures are remembered."""
+    """Make the loop run every millisecond."""
     monkeypatch.setattr(on_demand, "_POLL_S", 0.001)
     monkeypatch.setattr(background, "_POLL_S", 0.001)
-    monkeypatch.setattr(on_demand, "_RETRY_S", 1.0)
     monkeypatch.setattr(bundles, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))
 
 

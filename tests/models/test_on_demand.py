@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from pathlib import Path
 
@@ -63,19 +64,27 @@ def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Pat
     play(site, scenario)
 
 
-def test_a_failed_load_refuses_requests_for_a_while_and_is_then_tried_again(tmp_path: Path) -> None:
+def test_a_failed_load_refuses_requests_for_a_while_and_is_then_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_RETRY_S", 0.5)
     site = Site(tmp_path, Settings())
+    fail_model = site.requests.fail_model
+
+    def fail_once(unit: str, reason: str) -> None:
+        fail_model(unit, reason)
+        site.manager.broken.clear()
 
     async def scenario() -> None:
         site.on_demand.wanted("chat")
         await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the introduction")
         site.manager.broken.add("chat@1")
+        site.requests.fail_model = fail_once
         site.ask("chat@1")
-        await site.until(lambda: site.traffic("chat@1").failure is not None, "the failure")
-        assert "the weights are broken" in (site.traffic("chat@1").failure or "")
-        assert not site.routing.routes()[0].listed and site.manager.is_parked("chat@1")
-        site.manager.broken.clear()
-        await site.until(lambda: site.traffic("chat@1").failure is None, "the end of the refusals")
+        await site.until(lambda: bool(site.requests.refused_s), "the end of the refusals")
+        assert len(site.requests.refusals) == 1 and "the weights are broken" in site.requests.refusals[0]
+        assert site.requests.refused_s[0] > 0.49 and site.traffic("chat@1").failure is None
+        assert site.manager.is_parked("chat@1")
         assert not site.routing.routes()[0].listed
         site.ask("chat@1")
         await site.loaded("chat@1")
@@ -105,8 +114,14 @@ def test_a_change_of_its_files_ends_the_failure_of_a_model(
         site.manager.broken.clear()
         await asyncio.sleep(0.1)
         assert not site.routing.routes()[0].listed
-        os.utime(site.folders[0] / "config.json", (0, 0))  # as if the file had been copied again
-        await site.until(lambda: site.routing.routes()[0].listed, "the listing")
+
+        def copied_again() -> bool:
+            """Change the file's time, which may happen before the watch has read it, and look again."""
+            os.utime(site.folders[0] / "config.json", (0, next(times)))
+            return site.routing.routes()[0].listed
+
+        times = itertools.count()
+        await site.until(copied_again, "the listing")
         if by_command:
             await site.loaded("chat@1")
         else:
