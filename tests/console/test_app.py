@@ -16,6 +16,7 @@ from textual.widgets import Button, OptionList, Static
 
 from appliance.cli.console_commands import Theme
 from appliance.protocol import Key, NewKey
+from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
 from console.dialogs import ChoiceDialog, TextDialog
 from console.fake import FakeSource
@@ -23,7 +24,7 @@ from console.keys import offered
 from console.palette import ConsoleCommands
 from console.screens.registry import alternate_views
 from console.screens.table import TableView
-from console.source import ListName, ListRow, Row
+from console.source import ListName, ListRow, Row, SourceError
 from console.themes import THEMES
 from tests.console.frames import SIZES
 from tests.console.pilots import console, opened, press, run, shown, until
@@ -260,9 +261,21 @@ def test_a_new_key_is_shown_before_the_lists_have_been_read_again() -> None:
 
 def test_the_console_stays_and_reconnects_when_the_service_is_away() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        read, failed = app.source.next, list[SourceError]()
+
+        async def counted() -> Snapshot:
+            try:
+                return await read()
+            except SourceError as error:
+                failed.append(error)
+                raise
+
+        app.source.next = counted  # type: ignore[method-assign]
         app.source.away = "no service is running at /run/appliance"  # type: ignore[attr-defined]
         await until(pilot, lambda: "no service is running" in shown(app))
         await until(pilot, lambda: "STALE" in shown(app))
+        # The delay between reads does not grow, so the console reconnects quickly.
+        await until(pilot, lambda: len(failed) >= 8)
         app.source.away = ""  # type: ignore[attr-defined]
         await until(pilot, lambda: "STALE" not in shown(app) and "no service" not in shown(app))
 

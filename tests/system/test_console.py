@@ -20,7 +20,7 @@ from appliance.client import AdminClient
 from appliance.pages import AuditQuery
 from tests.checkpoints import write_constant_checkpoint
 from tests.console.tmux import SANE, Tmux, confirm, perform
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import APPLIANCE, CALL_TIMEOUT_S, Service, service
 
 pytestmark = [
     pytest.mark.system,
@@ -28,7 +28,6 @@ pytestmark = [
 ]
 
 SMALL = ("--set", "kv_blocks=100", "--set", "threads=1", "--set", "max_num_seqs=64")
-RECONNECT_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +54,13 @@ def terminal(running: Service, tmp_path: Path) -> Iterator[Tmux]:
 
 def audited(running: Service, action: str) -> list[str | None]:
     """Return the results that the audit trail records for an action, newest first."""
-    with AdminClient(running.run_dir) as client:
+    with AdminClient(running.run_dir, CALL_TIMEOUT_S) as client:
         rows = client.call(calls.audit(AuditQuery(action=action))).rows
     return [row.result for row in rows]
 
 
 def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Service, terminal: Tmux) -> None:
-    with AdminClient(running.run_dir) as client:
+    with AdminClient(running.run_dir, CALL_TIMEOUT_S) as client:
         perform(terminal, "models load chat")
         running.wait_until(lambda: client.status().models, 90, "the model in the status")
         running.wait_until(lambda: client.status().models[0].state == "ready", 90, "the model to be ready")
@@ -139,17 +138,15 @@ def test_the_console_ends_when_its_terminal_is_lost(terminal: Tmux) -> None:
 def test_the_console_survives_restarts_of_the_service_and_restores_the_terminal(
     running: Service, terminal: Tmux
 ) -> None:
-    """Up to six reconnections are tried until three of them are fast. At a load average of 12 on two cores, a
-    reconnection took 0.3 to 0.4 s. A machine that is busier for a while may delay three of the six."""
-    waits: list[float] = []
-    while sum(wait <= RECONNECT_S for wait in waits) < 3:
-        assert len(waits) < 6, waits
+    for _ in range(2):
         running.process.kill()
         running.process.wait()
         terminal.wait_for("STALE")
-        waits.append(_reconnected_after(running, terminal))
-    terminal.wait_for("RESTARTED")
-    running.wait_until(running.ready, 180, "the service to be ready")
+        starting = threading.Thread(target=running.start)
+        starting.start()
+        terminal.wait(lambda: _has_reconnected(terminal.screen()), "the console to reconnect")
+        starting.join()
+        assert running.ready()
     running.process.kill()
     running.process.wait()
     terminal.wait_for("STALE")
@@ -157,26 +154,5 @@ def test_the_console_survives_restarts_of_the_service_and_restores_the_terminal(
     assert terminal.modes() >= SANE
 
 
-def _reconnected_after(running: Service, terminal: Tmux) -> float:
-    """Start the service, and return how long the console still shows STALE after the service has first
-    answered `GET /status`, which is polled every 20 ms. The service may become ready later."""
-    starting = threading.Thread(target=running.start)
-    with AdminClient(running.run_dir) as client:
-
-        def answers() -> bool:
-            try:
-                client.status()
-            except Exception:
-                return False
-            return True
-
-        starting.start()
-        running.wait_until(answers, 180, "the first answer of the service")
-    answered = time.monotonic()
-    while "STALE" in terminal.screen():
-        assert time.monotonic() < answered + 60, terminal.screen()
-        time.sleep(0.02)
-    took = time.monotonic() - answered
-    starting.join(180)
-    assert not starting.is_alive()
-    return took
+def _has_reconnected(screen: str) -> bool:
+    return "RESTARTED" in screen and "STALE" not in screen
