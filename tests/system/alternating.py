@@ -29,7 +29,7 @@ from appliance.models.residency import DRAIN_S, MIN_SERVICE_S
 from appliance.settings import ModelSettings
 from appliance.settings.fields import OnDemandSettings
 from tests.checkpoints import write_constant_checkpoint
-from tests.system.service import Service, service
+from tests.system.service import CALL_TIMEOUT_S, Service, service
 
 MODELS = {"a": 100, "b": 200, "c": 300}
 """The token that each model generates."""
@@ -119,7 +119,7 @@ class Alternating:
     def count(self, metric: str) -> dict[str, float]:
         """Return the values of a metric, summed by model."""
         transport = httpx.HTTPTransport(uds=str(self.running.run_dir / "admin.sock"), verify=False)
-        with httpx.Client(transport=transport, base_url="http://appliance") as client:
+        with httpx.Client(transport=transport, base_url="http://appliance", timeout=CALL_TIMEOUT_S) as client:
             families = text_string_to_metric_families(client.get("/metrics").text)
         found: dict[str, float] = {}
         for sample in (sample for family in families for sample in family.samples):
@@ -144,7 +144,7 @@ class Alternating:
 
     def in_memory(self) -> set[str]:
         """Return the models that are in memory."""
-        with AdminClient(self.running.run_dir) as client:
+        with AdminClient(self.running.run_dir, CALL_TIMEOUT_S) as client:
             return {model.name for model in client.models() if model.versions[0].replicas}
 
     def check(self, first: int = 0, models: int = 2) -> None:

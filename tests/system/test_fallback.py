@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from appliance.actions.parameters import DrainService, ResumeService
-from appliance.client import AdminClient
 from tests.checkpoints import write_constant_checkpoint
 from tests.system.service import Service, service
 
@@ -65,11 +64,6 @@ def ask(running: Service, key: str, stream: bool = False) -> tuple[int, Any]:
     return 200, chunks[0] | {"choices": [{"token_ids": tokens}]}
 
 
-def act(running: Service, action: Any) -> None:
-    with AdminClient(running.run_dir) as client:
-        client.act(action)
-
-
 def row(running: Service, answer: dict[str, Any]) -> dict[str, Any]:
     request_id = answer["id"].removeprefix("cmpl-")
     # The request's row is closed only after the answer has been sent.
@@ -102,7 +96,7 @@ def test_the_fallback_is_not_used_if_the_model_can_answer(running: Service, keys
 def test_the_fallback_of_a_draining_model_answers_keys_that_allow_it(
     running: Service, keys: dict[str, str], stream: bool
 ) -> None:
-    act(running, DrainService(model="big"))
+    running.act(DrainService(model="big"))
     # A drain is announced before the service refuses requests.
     running.wait_until(lambda: ask(running, keys["never"])[0] == 503, 60, "the model to be drained")
     try:
@@ -111,7 +105,7 @@ def test_the_fallback_of_a_draining_model_answers_keys_that_allow_it(
             status, answer = ask(running, keys[name], stream)
             assert (status, answer["error"]["code"]) == (503, "draining"), name
     finally:
-        act(running, ResumeService(model="big"))
+        running.act(ResumeService(model="big"))
     status, answer = ask(running, keys["allowed"], stream)
     assert (status, answer["model"], answer["choices"][0]["token_ids"]) == (200, "big", [BIG] * 4)
 
