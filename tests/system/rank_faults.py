@@ -24,10 +24,13 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +52,14 @@ SETTINGS = "[restarts]\nmax_deaths = 1000\n"
 """The circuit breaker must not open, although the faults follow each other quickly."""
 GPU_SHAPE = {"hidden_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 8192}
 """Fields of the model on GPUs that differ from the demo model's `config.json`."""
-GPU_SETTINGS = """
+_MODEL = """
 [models.demo]
 folder = "{folder}"
+# Repeated prompts must be computed again.
+prefix_cache = false
+"""
+CPU_SETTINGS = SETTINGS + _MODEL.format(folder=demo_model_folder())
+GPU_SETTINGS = f"""{_MODEL}
 load_format = "dummy"
 max_num_seqs = 16
 max_num_batched_tokens = 128
@@ -140,22 +148,45 @@ def decode(running: Service, traffic: Traffic, **options: Any) -> Stream:
     return _stream(running, max_tokens=traffic.decode_tokens, **options)
 
 
-def prompts(running: Service, traffic: Traffic, **options: Any) -> list[Stream]:
-    """Start streams with prompts that together fill several steps. The prompts differ in their first token,
-    so they share no prefix."""
-    return [
-        _stream(
-            running,
-            prompt=[7 + number] + [(11 * place) % 4000 + 10 for place in range(traffic.prompt_tokens - 1)],
-            max_tokens=8,
-            **options,
-        )
-        for number in range(traffic.prompts)
-    ]
+def prompt(running: Service, traffic: Traffic, number: int, **options: Any) -> Stream:
+    """Start a stream with a long prompt. The prompts of all streams together fill several steps. They differ
+    in their first token, so they share no prefix."""
+    return _stream(
+        running,
+        prompt=[7 + number] + [(11 * place) % 4000 + 10 for place in range(traffic.prompt_tokens - 1)],
+        max_tokens=8,
+        **options,
+    )
 
 
 def _stream(running: Service, **options: Any) -> Stream:
     return Stream(running, **options, extra_body={"ignore_eos": True, "return_token_ids": True})
+
+
+class Client(threading.Thread):
+    """A client that reads the same stream again and again, so that a fault cannot come too late."""
+
+    def __init__(self, start: Callable[[], Stream]) -> None:
+        super().__init__(daemon=True)
+        self.streams = [start()]
+        self._start_stream = start
+        self._told = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        self.streams[-1].join(180)
+        while not self._told.is_set() and self.streams[-1].error is None:
+            self.streams.append(self._start_stream())
+            self.streams[-1].join(180)
+
+    def tell(self) -> None:
+        """Start no further stream."""
+        self._told.set()
+
+    def finished(self) -> list[Stream]:
+        """Wait until the last stream has ended, and return all streams."""
+        self.join(400)
+        return finished(self.streams)
 
 
 def finished(streams: list[Stream]) -> list[Stream]:
@@ -172,7 +203,7 @@ def undisturbed(running: Service, traffic: Traffic = ON_CPU) -> Expected:
     return Expected(
         traffic,
         finished([decode(running, traffic, **options)])[0],
-        finished(prompts(running, traffic, **options)),
+        finished([prompt(running, traffic, number, **options) for number in range(traffic.prompts)]),
     )
 
 
@@ -208,7 +239,8 @@ def left(running: Service) -> Left:
 
     return Left(
         len(running.descendants()),
-        frozenset(os.listdir("/dev/shm")),
+        # Tests that run at the same time on this machine leave the memory of libfaketime behind.
+        frozenset(name for name in os.listdir("/dev/shm") if "faketime" not in name),
         len(list(running.run_dir.glob("ranks-*"))),
         running.wait_until(settled, 60, "the core's descriptors"),
         used_bytes(),
@@ -221,27 +253,27 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
     before = left(running)
     replica = running.replica()
     pids, restarts = replica["pids"], replica["restarts"]
-    streams: list[Stream] = []
+    clients: list[Client] = []
+    wanted: list[Stream] = []
     if state == "decode":
-        streams = [decode(running, traffic) for _ in range(3)]
-        for stream in streams:
-            assert stream.begun.wait(60)
+        wanted = [expected.decode] * 3
+        clients = [Client(partial(decode, running, traffic)) for _ in wanted]
+        for client in clients:
+            assert client.streams[0].begun.wait(120)
     elif state == "prompt":
-        streams = prompts(running, traffic)
-        running.wait_until(lambda: running.replica()["running"] > 0, 60, "a prompt to be computed")
-        assert not all(stream.text for stream in streams), "the prompts are too short: all have been computed"
-    if state != "idle":
-        # Otherwise, the fault would hit an idle replica.
-        assert not all(stream.finish_reason for stream in streams), (
-            "the streams are too short: all have ended"
-        )
+        wanted = expected.prompts
+        clients = [Client(partial(prompt, running, traffic, number)) for number in range(len(wanted))]
+    if clients:
+        running.wait_until(lambda: running.replica()["running"] > 0, 120, "running requests")
     psutil.Process(pids[victim]).send_signal(fault)
     began, began_at = time.monotonic(), time.time()
-    wait_exited(pids, 60.0)
+    for client in clients:
+        client.tell()
+    wait_exited(pids, 120.0)
     exited_s = time.monotonic() - began
-    wanted = expected.prompts if state == "prompt" else [expected.decode] * len(streams)
-    for stream, undisturbed_one in zip(finished(streams), wanted, strict=True):
-        check_tokens(stream, undisturbed_one, traffic.near_tie)
+    for client, undisturbed_one in zip(clients, wanted, strict=True):
+        for stream in client.finished():
+            check_tokens(stream, undisturbed_one, traffic.near_tie)
     assert answer(running)
     # The core reaps processes and closes connections a moment after they have ended.
     running.wait_until(lambda: before.allows(left(running)), 60, f"the resource use of {before}")
@@ -307,9 +339,9 @@ def _run_round(arguments: argparse.Namespace, number: int, worst: dict[tuple[str
     """Run every case once, or once on both ranks, and add the times to `worst`."""
     ranks, on_gpu, unused = arguments.ranks, arguments.device == "cuda", used_bytes()
     with ExitStack() as stack:
-        settings = SETTINGS
+        settings = CPU_SETTINGS
         if on_gpu:
-            settings += write_gpu_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            settings = SETTINGS + write_gpu_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         # Each round starts a new service, because the delay before a restart doubles with each fault.
         flags = ("--tensor-parallel-size", str(ranks), "--device", arguments.device)
         running = stack.enter_context(configured(settings, *flags))
