@@ -37,6 +37,8 @@ SHARES = (0.4, 0.75)
 """The lower and the higher quota, as fractions of the tokens that the limited tenant asks for."""
 BURST_S = 2.0
 """Seconds of use that the quota allows at once. After this time without requests, the quota is full again."""
+REFILL = 1e9
+"""A quota, in tokens per minute, that fills any other quota before the next command has been performed."""
 LOAD = 0.75
 """Speed of the arrivals relative to the measured speed of the service. Requests queue, but the queue remains
 short."""
@@ -96,14 +98,20 @@ class Replays:
             running.tenant(tenant)
         self._keys = {tenant: running.key(tenant, tenant) for tenant in (*TENANTS, "calibration")}
 
-    def compare(self, load: Sequence[Arrival], *, raised: bool) -> dict[str, dict[str, Outcome]]:
+    def compare(
+        self, load: Sequence[Arrival], *, raised: bool, burst_s: float = BURST_S
+    ) -> dict[str, dict[str, Outcome]]:
         """Send the load under one quota, ask for the forecast for the other quota, and send the load under
-        the other quota. Return the outcomes of each tenant: before, predicted and measured."""
-        low, high = limits_of(load)
+        the other quota. Return the outcomes of each tenant: before, predicted and measured. With a longer
+        `burst_s` than the load's duration, each quota allows the same number of tokens in total, but nearly
+        all at once, so the times of the requests do not matter."""
+        per_burst = load[-1].at_s / max(burst_s, load[-1].at_s)
+        low, high = (limit * per_burst for limit in limits_of(load))
         present, new = (low, high) if raised else (high, low)
-        self.limit(present, "--burst", f"{BURST_S:g}s")
+        self.limit(present, "--burst", f"{burst_s:g}s")
         before = self.send(load)
         forecast = self.limit(new, "--what-if")
+        self.limit(REFILL)
         self.limit(new)
         self.running.wait_until(lambda: not self.used(), 60, "the quota to be full again")
         measured = self.send(load)
