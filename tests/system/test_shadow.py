@@ -47,24 +47,31 @@ def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
 ) -> None:
     said = running.command("models", "shadow", "chat", "--to", target, "--share", "100%")["message"]
     assert said == f"100.0% of the requests for chat are copied to {target}"
-    before = running.command("requests", "--limit", "1000")
-    for number in range(8):
-        ask(running, stream=number % 2 == 0, temperature=0 if number < 6 else 1)
-    running.wait_until(
-        lambda: shadow(running)["compared"] + shadow(running)["dropped"] == 8, 60, "eight results"
-    )
-    found = shadow(running)
-    assert found["compared"] >= 4 and found["failed"] == 0, found
-    assert found["agreement"] == agreement and 1 <= found["greedy"] <= 6
+    before, sent, found = running.command("requests", "--limit", "1000"), 0, shadow(running)
+
+    def results() -> dict[str, Any] | None:
+        found = shadow(running)
+        return found if found["compared"] + found["dropped"] + found["failed"] == sent else None
+
+    # A copy is dropped if it cannot start at once, for example while a busy machine delays its target.
+    while found["compared"] < 4 or not found["greedy"]:
+        for number in range(8):
+            ask(running, stream=number % 2 == 0, temperature=0 if number < 6 else 1)
+        sent += 8
+        found = running.wait_until(results, 120, "the results of all copies")
+        assert found["failed"] == 0, found
+    assert found["agreement"] == agreement and found["greedy"] <= sent * 6 // 8
     assert found["original"]["tokens"] == found["copy"]["tokens"] == 6
     assert 0 < found["copy"]["ttft_ms"] <= found["copy"]["e2e_ms"]
 
     def new_rows() -> int:
         return len(running.command("requests", "--limit", "1000")) - len(before)
 
-    running.wait_until(lambda: new_rows() >= 8, 60, "the rows, which are written a moment after the answers")
+    running.wait_until(
+        lambda: new_rows() >= sent, 60, "the rows, which are written a moment after the answers"
+    )
     rows = running.command("requests", "--limit", "1000")
-    assert len(rows) - len(before) == 8 and {row["unit"] for row in rows} == {"chat"}
+    assert len(rows) - len(before) == sent and {row["unit"] for row in rows} == {"chat"}
     transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
     with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as http:
         text = http.get("/metrics").text
