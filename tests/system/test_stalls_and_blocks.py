@@ -82,18 +82,20 @@ async def watch(running: Service) -> tuple[Snapshot, set[str], list[Snapshot]]:
             return newest, missing, seen
 
 
-def wait_for_blocks(running: Service) -> dict[str, Any]:
-    """Return an output of `appliance top --json` in which both the cache and a running request show KV
-    blocks.
+def wait_for_blocks(running: Service) -> None:
+    """Wait for an output of `appliance top --json` in which both the cache and a running request show KV
+    blocks, and a stall names its request and tenant.
 
-    A single snapshot may show none, because a request that has just been admitted has no block yet.
+    A single snapshot may show none, because a request that has just been admitted has no block yet. A stall's
+    tenant is unknown if the request has already ended.
     """
     deadline = time.monotonic() + _WAIT_S
     while True:
         top: dict[str, Any] = running.command("top")
-        if named(top) and any(one["blocks"] for one in top["requests"]):
-            return top
-        assert time.monotonic() < deadline, top["requests"]
+        stalled = any(one["request"] and one["tenant"] == "local" for one in top["stalls"])
+        if stalled and named(top) and any(one["blocks"] for one in top["requests"]):
+            return
+        assert time.monotonic() < deadline, (top["requests"], top["stalls"])
 
 
 def test_a_long_prompt_is_named_as_the_cause_of_a_stall_and_its_blocks_are_shown() -> None:
@@ -104,7 +106,7 @@ def test_a_long_prompt_is_named_as_the_cause_of_a_stall_and_its_blocks_are_shown
         for client in clients:
             client.start()
         newest, missing, seen = asyncio.run(watch(running))
-        top = wait_for_blocks(running)
+        wait_for_blocks(running)
         stop.set()
         for client in clients:
             client.join(120)
@@ -122,4 +124,3 @@ def test_a_long_prompt_is_named_as_the_cause_of_a_stall_and_its_blocks_are_shown
         session.run("screen kv")
         rows = [plain(row) for row in session.view.render(session.context, 120, 36)]
         assert any("1 cell = " in row for row in rows), rows
-        assert any(one["request"] and one["tenant"] == "local" for one in top["stalls"])
