@@ -14,7 +14,7 @@ from appliance.actions.parameters import AddModel, LoadModel, SleepModel, WakeMo
 from appliance.client import AdminClient
 from tests.checkpoints import write_constant_checkpoint
 from tests.system.model_swaps import is_rank
-from tests.system.service import Service, service
+from tests.system.service import CALL_TIMEOUT_S, Service, service
 from tests.system.usage import Usage, usage_of
 
 TOKEN = 100
@@ -34,11 +34,10 @@ class Sleeps:
         self.act(LoadModel(model="chat", wait=True))
 
     def act(self, action: Any) -> Any:
-        with AdminClient(self.running.run_dir) as client:
-            return client.act(action)
+        return self.running.act(action)
 
     def state(self) -> str:
-        with AdminClient(self.running.run_dir) as client:
+        with AdminClient(self.running.run_dir, CALL_TIMEOUT_S) as client:
             [model] = client.models()
         return model.state
 

@@ -30,7 +30,7 @@ from appliance.actions.parameters import (
 )
 from appliance.client import AdminClient
 from tests.checkpoints import write_constant_checkpoint
-from tests.system.service import Service, service
+from tests.system.service import CALL_TIMEOUT_S, Service, service
 
 TOKENS = {1: 100, 2: 200}
 """The token that each version generates."""
@@ -165,12 +165,11 @@ class Swaps:
         self.act(LoadModel(model="chat", wait=True))
 
     def act(self, action: Any) -> Any:
-        with AdminClient(self.running.run_dir) as client:
-            return client.act(action)
+        return self.running.act(action)
 
     def loaded(self) -> list[tuple[int, str]]:
         """Return the versions that occupy memory, and their states."""
-        with AdminClient(self.running.run_dir) as client:
+        with AdminClient(self.running.run_dir, CALL_TIMEOUT_S) as client:
             [model] = client.models()
         return [(one.version, one.state) for one in model.versions if one.replicas]
 

@@ -11,8 +11,9 @@ import pytest
 
 from appliance.actions.parameters import LoadModel, SleepModel, UnloadModel, WakeModel
 from appliance.client import AdminClient
+from tests.system.attacks.reading import no_problem
 from tests.system.model_sleeps import TOKEN, Sleeps
-from tests.system.service import service
+from tests.system.service import CALL_TIMEOUT_S, service
 
 pytestmark = pytest.mark.system
 
@@ -47,7 +48,7 @@ def test_the_commands_put_a_model_to_sleep_and_wake_it(sleeps: Sleeps) -> None:
     assert 0 < shown["memory_bytes"] < awake_bytes
     [model] = running.status()["models"]
     assert model["state"] == "sleeping" and model["replicas"][0]["sleeps"] == 1
-    assert running.status()["state"] == "ready" and running.status()["current_problems"] == []
+    no_problem(running)
     woken = running.command("models", "wake", "chat@1", "--wait")
     assert woken["state"] == "ready"
     assert sleeps.tokens() == tokens == [TOKEN] * 8
@@ -122,7 +123,7 @@ def test_a_model_whose_process_is_killed_while_it_sleeps_is_loaded_again_when_it
 
 
 def detail(sleeps: Sleeps) -> str:
-    with AdminClient(sleeps.running.run_dir) as client:
+    with AdminClient(sleeps.running.run_dir, CALL_TIMEOUT_S) as client:
         [model] = client.models()
     return model.versions[0].detail
 
@@ -141,7 +142,9 @@ def test_a_model_whose_process_is_killed_while_it_wakes_answers_afterwards(sleep
 
     thread = threading.Thread(target=wake)
     thread.start()
-    sleeps.running.wait_until(lambda: sleeps.state() == "loading", WITHIN_S, "the model to be waking")
+    sleeps.running.wait_until(
+        lambda: sleeps.state() == "loading" or not thread.is_alive(), WITHIN_S, "the model to be waking"
+    )
     with contextlib.suppress(psutil.NoSuchProcess):  # the service kills a stopped rank after a while
         rank.kill()
     thread.join(WITHIN_S)
