@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +48,7 @@ class Answered(NamedTuple):
 
     model: str
     begun_at: float
+    """Unix time."""
     first_token_s: float
     tokens: int
 
@@ -64,7 +66,7 @@ class Alternating:
 
     def ask(self, model: str, max_tokens: int = 24) -> None:
         """Send one request, and record its answer or its failure."""
-        began, first_s, tokens = time.monotonic(), 0.0, list[int]()
+        begun_at, began, first_s, tokens = time.time(), time.monotonic(), 0.0, list[int]()
         try:
             with self.running.client(timeout=WITHIN_S) as client:
                 for chunk in client.completions.create(
@@ -83,15 +85,16 @@ class Alternating:
             return
         if tokens != [MODELS[model]] * max_tokens:
             self.failures.append(f"{model} answered with the tokens {tokens}")
-        self.answers.append(Answered(model, began, first_s, len(tokens)))
+        self.answers.append(Answered(model, begun_at, first_s, len(tokens)))
 
-    def run(self, clients: dict[str, int], for_s: float) -> float:
-        """Run the given number of clients per model for `for_s` seconds. Each client sends one request after
-        another. Return the time until the last answer, in seconds."""
-        began = time.monotonic()
+    def run(self, clients: dict[str, int], for_s: float, swaps: int = 0) -> float:
+        """Run the given number of clients per model for `for_s` seconds, and until there have been `swaps`
+        loads. Each client sends one request after another. Return the time until the last answer, in
+        seconds."""
+        began, first = time.monotonic(), self.loads
 
         def send(model: str) -> None:
-            while time.monotonic() < began + for_s and not self.failures:
+            while not self.failures and (time.monotonic() < began + for_s or self.loads < first + swaps):
                 self.ask(model)
 
         self.in_parallel([partial(send, name) for name, count in clients.items() for _ in range(count)])
@@ -141,6 +144,16 @@ class Alternating:
     def swap_s(self) -> float:
         """Return the duration of the longest on-demand load so far, in seconds."""
         return max(self.loads_s())
+
+    def most_loads(self, first: int) -> int:
+        """Return the largest number of loads that ended while one of the requests from number `first` on
+        waited for its first token."""
+        times = re.findall(r"^(\S+)Z .*was ready after ", self.running.log_path.read_text(), re.MULTILINE)
+        ended = [datetime.fromisoformat(f"{at}+00:00").timestamp() for at in times]
+        return max(
+            sum(one.begun_at <= at <= one.begun_at + one.first_token_s for at in ended)
+            for one in self.answers[first:]
+        )
 
     def in_memory(self) -> set[str]:
         """Return the models that are in memory."""

@@ -14,11 +14,11 @@ import pytest
 
 from appliance.client import AdminClient
 from tests.system.alternating import MODELS, SETTINGS, Alternating, alternating, checkpoints
-from tests.system.service import Service, service
+from tests.system.service import CALL_TIMEOUT_S, Service, service
 
 pytestmark = pytest.mark.system
 
-WITHIN_S = 120.0
+WITHIN_S = 240.0
 LONG = 2000
 
 
@@ -50,18 +50,21 @@ def test_a_model_is_loaded_at_its_first_request(world: Alternating) -> None:
     assert states(running)["a"] == "ready" and in_memory(running) == ["a"]
 
 
-def test_the_patterns_a_b_a_a_c_and_two_busy_models_wait_no_longer_than_the_bound(
+def test_the_patterns_a_b_a_a_c_and_two_busy_models_need_few_loads(
     world: Alternating,
 ) -> None:
+    """How long a request waits is tested in `tests/models/test_residency.py`, in simulated time."""
     before = world.loads
-    world.send_in_order("abaac" * 2, every_s=0.3)
-    assert world.loads - before < 6, "the order of arrival needs 8 loads"
-    world.check(models=3)
+    world.send_in_order("abaac" * 3, every_s=0.2)
+    assert world.loads - before < 8, "the order of arrival needs 12 loads"
     began, before, first = time.monotonic(), world.loads, len(world.answers)
-    world.run({"a": 2, "b": 2}, for_s=20.0)
+    world.run({"a": 2, "b": 2}, for_s=15.0, swaps=3)
     swaps, took_s = world.loads - before, time.monotonic() - began
-    assert swaps >= 2 and swaps <= took_s / 4.0 + 1
-    world.check(first)
+    assert not world.failures, world.failures[:5]
+    assert swaps >= 3 and swaps <= took_s / 4.0 + 1
+    # The load of another model may end after a request's arrival, and one more if its own model was unloaded
+    # before the answer began.
+    assert world.most_loads(first) <= 3
 
 
 def test_a_long_answer_continues_after_its_model_was_swapped_out(world: Alternating) -> None:
@@ -84,7 +87,7 @@ def test_a_long_answer_continues_after_its_model_was_swapped_out(world: Alternat
 def stopped_ranks(running: Service, name: str) -> list[int]:
     """Send SIGSTOP to the ranks of a model if it is running a request, so that the request cannot end. Return
     their process ids."""
-    with AdminClient(running.run_dir) as client:
+    with AdminClient(running.run_dir, CALL_TIMEOUT_S) as client:
         replicas = [one for model in client.status().models for one in model.replicas]
     pids = [pid for one in replicas if one.name.startswith(name) and one.running for pid in one.pids]
     for pid in pids:
