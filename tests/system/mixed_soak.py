@@ -156,10 +156,12 @@ def fill_fronts(attacked: Target, key: str, seconds: float) -> None:
         reports(processes)
 
 
-def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) -> dict[str, Any]:
-    """Run all traffic and return the result. Its `failures` field lists the violated expectations. `key`
-    belongs to the attackers' tenant, `count` is the number of clients, and `every_s` is the sampling interval
-    in seconds."""
+def run(
+    attacked: Target, key: str, seconds: float, count: int, every_s: float
+) -> tuple[dict[str, Any], Samples]:
+    """Run all traffic and return the result and the samples. The result's `failures` field lists the violated
+    expectations. `key` belongs to the attackers' tenant, `count` is the number of clients, and `every_s` is
+    the sampling interval in seconds."""
     tally = Tally()
     orders = [
         replace(
@@ -174,30 +176,24 @@ def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) 
         single = SingleAttacks(attacked, key, seconds)
         samples = sample(attacked, seconds, every_s)
         for thread in threads:
-            thread.join(120)
+            thread.join(300)
         failures = single.failures()
         done = reports(processes)
     check_service(attacked.running, tally)
     failures += account(attacked, tally)
-    trends = trends_of(samples)
-    failures += [
-        f"{one.process}: {one.measurement} grows by {one.per_minute:.3f} a minute"
-        for one in trends
-        if one.fails
-    ]
-    return {
+    result = {
         "minutes": seconds / 60,
         "requests": sum(tally.outcomes.values()),
         "outcomes": tally.outcomes,
         "attackers": done,
         "single_attacks": single.statuses,
-        "trends": [asdict(one) for one in trends],
         "samples": {
             "times_s": samples.times_s,
             **{name: [list(asdict(one).values()) for one in usage] for name, usage in samples.usage.items()},
         },
         "failures": failures,
     }
+    return result, samples
 
 
 def main() -> int:
@@ -223,8 +219,18 @@ def main() -> int:
         filled_mb = fill_kv_cache(attacked.running, blocks, random.Random(1))
         print(f"all {blocks} KV blocks have been used once: the replica uses {filled_mb:.0f} MB", flush=True)
         fill_fronts(attacked, key, LARGE_BODIES_S)
-        result = run(attacked, key, 60 * options.minutes, options.clients, options.sample_seconds)
-        result |= {"kv_blocks": blocks, "replica_mb_with_all_kv_blocks": filled_mb}
+        result, samples = run(attacked, key, 60 * options.minutes, options.clients, options.sample_seconds)
+    trends = trends_of(samples)
+    result["failures"] += [
+        f"{one.process}: {one.measurement} grows by {one.per_minute:.3f} a minute"
+        for one in trends
+        if one.fails
+    ]
+    result |= {
+        "trends": [asdict(one) for one in trends],
+        "kv_blocks": blocks,
+        "replica_mb_with_all_kv_blocks": filled_mb,
+    }
     print(f"{result['requests']} client requests: {result['outcomes']}\nattackers: {result['attackers']}")
     print(f"single attacks: { {name: dict(found) for name, found in result['single_attacks'].items()} }")
     print(f"{'process':18} {'measurement':12} {'first':>8} {'last':>8}  a minute, 95% confidence interval")
