@@ -57,7 +57,7 @@ Maps = dict[float, dict[str, BlockMap]]
 """The KV blocks of each replica, by the time of the snapshot."""
 
 _AFTER_RESTART = 5
-_MAX_SECONDS = 150
+_MAX_SECONDS = 300
 
 UNKNOWN = {"kv[].hit_rate", "kv[].hit_window_s", "batches[].mixed_step_ms", "batches[].mixed_idle_us"}
 """Fields that have no value while no step contains prompts."""
@@ -274,6 +274,8 @@ def test_replayed_screens_of_a_replicas_death_equal_the_live_screens(tmp_path: P
     recording = file_recording(path)
     compare(live, maps, recording)
     assert without_heading(asyncio.run(replay_lists(recording, idle_at))) == without_heading(idle)
-    assert raised_alerts(path) == ["replica-down"]
+    # On a busy machine, other rules may apply too, for example because a front reports late.
+    raised = set(raised_alerts(path))
+    assert "replica-down" in raised and not raised & {"replica-failed", "replica-crash-loop", "model-failed"}
     top = run_appliance("top", "--replay", path, "--screen", "requests")
     assert top.returncode == 0 and "HISTORY" in top.stdout, top.stderr
