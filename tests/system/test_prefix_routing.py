@@ -13,7 +13,7 @@ from tests.system.service import Service, service
 pytestmark = pytest.mark.system
 
 PROMPT = [(7 * place) % 1000 + 10 for place in range(300)]
-WITHIN_S = 120.0
+WITHIN_S = 240.0
 
 
 def running_seqs(running: Service) -> int:

@@ -17,7 +17,7 @@ from tests.system.service import CALL_TIMEOUT_S, service
 
 pytestmark = pytest.mark.system
 
-WITHIN_S = 120.0
+WITHIN_S = 240.0
 _POOLED = 8
 """Number of threads and descriptors that a process may gain without a leak. The core has two thread pools, of
 six and of two threads, which start threads only when several operations overlap."""

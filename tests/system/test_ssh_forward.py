@@ -22,7 +22,7 @@ from appliance.client import AdminClient
 from appliance.pages import AuditAction, AuditQuery
 from tests.console.tmux import Tmux, perform
 from tests.system.commands import run_appliance
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import APPLIANCE, CALL_TIMEOUT_S, Service, service
 from tests.system.ssh_forward import SshServer
 
 pytestmark = pytest.mark.system
@@ -136,7 +136,7 @@ def actions(remote: Remote, action: str) -> list[AuditAction]:
     first."""
 
     def ended() -> list[AuditAction] | None:
-        with AdminClient(remote.service.run_dir) as client:
+        with AdminClient(remote.service.run_dir, CALL_TIMEOUT_S) as client:
             rows = client.call(calls.audit(AuditQuery(action=action))).rows
         return rows if rows and all(row.result for row in rows) else None
 
@@ -170,7 +170,7 @@ def test_every_command_prints_the_same_through_ssh(remote: Remote, caller: str) 
             return bool(here == read(remote.run_dir, command, **environ))
 
         # A line of the log or a row of a table may be written between the two calls.
-        remote.service.wait_until(same, 120, f"the same output of 'appliance {command}' through SSH")
+        remote.service.wait_until(same, 300, f"the same output of 'appliance {command}' through SSH")
         assert len(remote.server.forwarded()) > before, command
 
 
@@ -187,7 +187,7 @@ def test_doctor_and_exports_of_the_history_read_the_service_through_ssh(
 
     # A finding's level may change between the two calls, and the service caches its findings for 30 s.
     remote.service.wait_until(
-        lambda: examined(remote.run_dir) == examined(remote.service.run_dir), 120, "the same findings"
+        lambda: examined(remote.run_dir) == examined(remote.service.run_dir), 300, "the same findings"
     )
     exported = run(remote.run_dir, "history", "export", str(tmp_path / "incident"), "--since", "1m")
     assert exported.returncode == 0 and json.loads(exported.stdout)["samples"] > 0
@@ -261,7 +261,7 @@ def test_the_console_verifies_the_chain_and_shows_findings_through_ssh(
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_the_console_acts_through_ssh_only_with_write(remote: Remote, tmp_path: Path) -> None:
     def tokens_per_minute() -> float | None:
-        with AdminClient(remote.service.run_dir) as client:
+        with AdminClient(remote.service.run_dir, CALL_TIMEOUT_S) as client:
             [tenant] = [one for one in client.tenants() if one.name == "default"]
         return tenant.quota.tokens_per_minute
 

@@ -35,7 +35,7 @@ class Load(threading.Thread):
     def end(self) -> None:
         """Stop the client, and check that every request was answered."""
         self._told.set()
-        self.join(60)
+        self.join(300)
         assert not self.is_alive() and self.errors == []
 
 
