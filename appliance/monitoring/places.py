@@ -20,8 +20,9 @@ from appliance.quantities import of_bytes
 MAX_SOCKET_PATH_BYTES = 107
 """Maximum length of a socket path, in bytes. On Linux, `sun_path` holds 108 bytes, including the terminating
 zero."""
-ANSWER_TIMEOUT_S = 5.0
-"""Time after which a service that has not answered is reported as not responding."""
+ANSWER_TIMEOUT_S = 15.0
+"""Time after which a service that has not answered is reported as not responding. A busy machine may delay an
+answer for several seconds."""
 _LITTLE_DISK_BYTES = 1 << 30
 _NO_DISK_BYTES = 64 << 20
 _SOCKETS = ("api.sock", "admin.sock")
