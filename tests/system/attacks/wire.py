@@ -103,12 +103,16 @@ def cpu_s(*pids: int) -> float:
     return sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids))
 
 
+def serving_pids(running: Service) -> list[int]:
+    """Return the process ids of the core and the fronts."""
+    return [running.process.pid, *(front["pid"] for front in running.status()["fronts"])]
+
+
 class Memory:
     """Tracks the resident memory of the core and the fronts."""
 
     def __init__(self, running: Service) -> None:
-        fronts = [front["pid"] for front in running.status()["fronts"]]
-        self._processes = [psutil.Process(pid) for pid in (running.process.pid, *fronts)]
+        self._processes = [psutil.Process(pid) for pid in serving_pids(running)]
         self.before = self._sizes()
 
     def _sizes(self) -> list[int]:
