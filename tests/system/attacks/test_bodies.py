@@ -31,9 +31,11 @@ LIMIT = 8 * MEGABYTE
 
 @pytest.fixture(scope="module")
 def bounded(one_front: Target) -> Iterator[Target]:
-    """Limit the unfinished request bodies in the service's front to 16 MiB per tenant and 24 MiB in total."""
+    """Limit the unfinished request bodies in the service's front to 16 MiB per tenant and 24 MiB in total.
+    Requests may remain unfinished for longer than any test takes."""
     limits = (
         f"max_body_bytes = {LIMIT}\nmax_tenant_body_bytes = {2 * LIMIT}\nmax_front_body_bytes = {3 * LIMIT}\n"
+        "header_timeout_s = 600\nunauthenticated_timeout_s = 600\nbody_timeout_s = 600\n"
     )
     with limited(one_front, limits) as made:
         yield made
@@ -170,7 +172,7 @@ def test_the_unfinished_heads_of_a_user_are_bounded_and_reported(bounded: Target
         assert answer.startswith(b"HTTP/1.1 503 ") and b"too_many_header_bytes" in answer
         reported(bounded, "the headers of unfinished requests use too much memory")
         assert memory.growth() < 2 * MAX_REQUEST_MEMORY_BYTES
-    assert bounded.answers_local_users()
+    wait_for(bounded.answers_local_users, "an answer")
 
 
 def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) -> None:
@@ -187,7 +189,8 @@ def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) 
         sockets = [stack.enter_context(connect(bounded.unix)) for _ in range(count)]
         for sock in sockets:
             sock.sendall(request)
+        # The last client reads at once, because its answer is cut off too if it is not read for a minute.
+        assert len(read_all(sockets[-1])) >= size
         reported(bounded, "their clients did not read the responses")
         assert memory.growth() < 2 * MAX_UNSENT_BYTES
-        received = [len(read_all(sock)) for sock in sockets]
-        assert min(received) < size <= max(received)
+        assert min(len(read_all(sock)) for sock in sockets[:-1]) < size

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.system.attacks.conftest import Target
+from tests.system.attacks.conftest import Target, limited
 from tests.system.attacks.wire import chat, connect, exchange, post, read_all
 
 pytestmark = pytest.mark.system
@@ -160,7 +160,8 @@ def test_a_client_that_closes_is_still_noticed(attacked: Target, kind: str) -> N
         return attacked.running.status()["queue"]["running"]
 
     attacked.running.wait_until(lambda: not running(), 60, "the requests of earlier tests to end")
-    body = chat(max_tokens=400, ignore_eos=True, n=8, user=f"closes {kind}")
+    # The request must still run when its connection is closed, so it is long.
+    body = chat(max_tokens=1900, ignore_eos=True, n=32, user=f"closes {kind}")
     sock = connect(getattr(attacked, kind))
     sock.sendall(post("/v1/chat/completions", body, attacked.authorization))
     attacked.running.wait_until(running, 60, "the request to run")
@@ -200,7 +201,8 @@ def test_a_request_may_come_byte_by_byte(attacked: Target, framing: str) -> None
         request = post("/v1/chat/completions", chat())
     else:
         request = chunked("/v1/chat/completions", json.dumps(chat()).encode())
-    with connect(attacked.unix) as sock:
+    patient = limited(attacked, "header_timeout_s = 600\nbody_timeout_s = 600")
+    with patient, connect(attacked.unix) as sock:
         for byte in request[:-1]:
             sock.sendall(bytes([byte]))
             time.sleep(0.002)
