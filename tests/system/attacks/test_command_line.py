@@ -23,12 +23,13 @@ import pytest
 
 from appliance.actions.parameters import CancelRequest, DrainService, ResumeService
 from appliance.client import AdminClient, AdminError
+from appliance.protocol import DrainStatus
 from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
 from tests.system.attacks.conftest import Target
 from tests.system.commands import run_as
-from tests.system.service import APPLIANCE, Service
+from tests.system.service import APPLIANCE, CALL_TIMEOUT_S, Service
 from tests.system.test_deaths import Stream
 
 pytestmark = [
@@ -36,7 +37,10 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root to run as several users"),
 ]
 
-CALLER, ATTACKER = 54_321, 54_322
+CALLER = 20_000 + os.getpid() % 20_000
+ATTACKER = CALLER + 20_000
+"""Users who differ from those of a concurrent test run, because the commands look for the service in a
+directory that is named after the caller."""
 SECRET = "ak-secret-of-the-caller"
 TALKING = (
     ("status",),
@@ -78,13 +82,9 @@ listener.listen(64)
 print(flush=True)
 while True:
     client, _ = listener.accept()
-    client.settimeout(5)
-    try:
-        sys.stdout.buffer.write(client.recv(65536))
-    except TimeoutError:
-        pass
-    client.close()
+    sys.stdout.buffer.write(client.recv(65536))
     sys.stdout.buffer.flush()
+    client.close()
 """
 
 
@@ -291,9 +291,14 @@ def test_without_a_terminal_a_dangerous_action_needs_the_yes_option_and_otherwis
 ) -> None:
     running = attacked.running
     (key,) = (one for one in running.command("keys", "list") if one["tenant"] == "acme")
-    stream = Stream(running, max_tokens=1900)
+    # The stream must still run when its row is read, so it is long.
+    stream = Stream(running, max_tokens=1900, n=32, user="long")
     assert stream.begun.wait(120)
-    request_id = running.wait_until(lambda: running.rows(state="open"), 60, "its row")[0]["request_id"]
+    request_id = running.wait_until(
+        lambda: [row["request_id"] for row in running.rows(state="open") if row["user"] == "long"],
+        60,
+        "its row",
+    )[0]
     for words in (
         ("drain",),
         ("keys", "revoke", key["id"]),
@@ -330,22 +335,29 @@ def test_absurd_values_are_refused_with_the_range(attacked: Target, words: tuple
 
 def test_a_drain_predicts_no_end_earlier_than_its_requests_can_finish(attacked: Target) -> None:
     running = attacked.running
-    streams = [Stream(running, max_tokens=1900) for _ in range(5)]
+    # The streams must still run during the drain, so they are long.
+    samples = 8
+    streams = [Stream(running, max_tokens=1900, n=samples) for _ in range(5)]
     assert all(stream.begun.wait(120) for stream in streams)
+    seen = []
     try:
-        with AdminClient(running.run_dir) as admin:
-            admin.drain(DrainService(grace_s=2.0))
-            seen = []
-            while (drain := admin.status().drains[0]).state != "drained":
+        with AdminClient(running.run_dir, CALL_TIMEOUT_S) as admin:
+
+            def look() -> DrainStatus:
+                drain = admin.status().drains[0]
                 if drain.running >= 5:
                     seen.append(drain)
-                time.sleep(0.1)
-        assert drain.ended >= 5
+                return drain
+
+            admin.drain(DrainService(grace_s=600.0))
+            running.wait_until(lambda: look() and len(seen) >= 50, 60, "the running requests")
+            admin.drain(DrainService(grace_s=0.1))
+            running.wait_until(lambda: look().state == "drained", 60, "the end of the drain")
+            assert look().ended >= 5
         for one in seen:
-            # No CPU replica generates 2,000 tokens a second for one request.
-            assert one.eta_s is None or one.eta_s > one.tokens_left / one.running / 2000.0, one
+            # No CPU replica generates 2,000 tokens a second for one sample.
+            assert one.eta_s is None or one.eta_s > one.tokens_left / (one.running * samples) / 2000.0, one
             assert one.tokens_left > 0
-        assert seen
     finally:
         running.act(ResumeService())
         for stream in streams:
