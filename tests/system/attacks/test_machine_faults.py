@@ -19,9 +19,6 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.actions.parameters import CreateKey, CreateTenant
-from appliance.client import AdminClient
-from appliance.protocol import NewKey
 from tests.system.attacks.reading import configured, doctor, no_problem, problem
 from tests.system.attacks.wire import cpu_s
 from tests.system.service import Service, service
@@ -34,17 +31,15 @@ FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Service]:
-    with configured("[queue]\ntimeout_s = 3600\n") as started:
+    limits = "[limits]\nheader_timeout_s = 600\nunauthenticated_timeout_s = 600\n"
+    with configured(f"[queue]\ntimeout_s = 3600\n{limits}") as started:
         yield started
 
 
 def key_of(running: Service, tenant: str, **limits: Any) -> str:
     """Create a tenant and return its key."""
-    with AdminClient(running.run_dir) as admin:
-        admin.act(CreateTenant(name=tenant, **limits))
-        made = admin.act(CreateKey(name="app", tenant=tenant))
-    assert isinstance(made, NewKey)
-    return made.key
+    running.tenant(tenant, **limits)
+    return running.key("app", tenant)
 
 
 def ask(http: httpx.Client, key: str, prompt: list[int]) -> httpx.Response:

@@ -42,9 +42,9 @@ def replicas(running: Service) -> list[dict[str, Any]]:
     return found
 
 
-def begun(running: Service) -> Stream:
+def begun(running: Service, max_tokens: int = TOKENS) -> Stream:
     """Start a stream, and return it after its first tokens have been delivered."""
-    stream = Stream(running, max_tokens=TOKENS)
+    stream = Stream(running, max_tokens=max_tokens)
     assert stream.begun.wait(120)
     return stream
 
@@ -54,13 +54,16 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_continue() -> No
         undisturbed = Stream(running, max_tokens=TOKENS)
         undisturbed.join(180)
         assert undisturbed.finish_reason == "length", undisturbed.error
-        stream, pids = begun(running), running.replica()["pids"]
-        os.kill(pids[1], signal.SIGSTOP)  # rank 0 waits for this rank in a collective operation
+        pids, stream = running.replica()["pids"], begun(running)
+        os.kill(pids[1], signal.SIGSTOP)
+        # Rank 0 waits for this rank in a collective operation, at the latest in that of the second stream.
+        streams = [stream, Stream(running, max_tokens=TOKENS)]
         told = f"rank 1 (pid {pids[1]}) was stopped by a signal"
         past_problem(running, "demo-0", told)
         assert any(told in text for text in doctor(running, "warning"))
-        stream.join(180)
-        assert stream.error is None and stream.text == undisturbed.text
+        for stream in streams:
+            stream.join(180)
+            assert stream.error is None and stream.text == undisturbed.text
         assert running.replica()["pids"] != pids
         no_problem(running)
 
@@ -117,7 +120,7 @@ def test_a_silent_front_is_reported(two_replicas: Service) -> None:
 
 def test_silent_replicas_are_reported_and_replaced_and_their_streams_continue(two_replicas: Service) -> None:
     running = two_replicas
-    stream, before = begun(running), replicas(running)
+    before, stream = replicas(running), begun(running, 600)
     for one in before:
         os.kill(one["pids"][0], signal.SIGSTOP)
     for one in before:
@@ -135,7 +138,7 @@ def test_silent_replicas_are_reported_and_replaced_and_their_streams_continue(tw
         told = f"{one['name']}: replica receives no new requests: no report for"
         assert any(told in text for text in found), found
     assert [one["pids"] for one in replicas(running)] == [one["pids"] for one in before]
-    Path(running.flags[1]).write_text(f"hang_timeout_s = 4\n{TWO_REPLICAS}")
+    Path(running.flags[1]).write_text(f"hang_timeout_s = 10\n{TWO_REPLICAS}")
     running.act(ReloadConfig())
     stream.join(180)
     assert stream.error is None and stream.finish_reason == "length"
