@@ -70,8 +70,8 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_continue() -> No
 
 def test_a_step_that_takes_longer_than_the_deadline_is_not_taken_for_a_hang() -> None:
     """A single step computes most prompts. It takes several seconds, during which the replica sends no
-    reports. Short steps are not announced, so the hang deadline is long enough for them on a busy machine. That
-    an announced step does not make the replica silent is tested in `tests/core/test_service.py`."""
+    reports. Short steps are not announced, so the hang deadline is long enough for them on a busy machine.
+    `tests/core/test_service.py` tests that an announced step does not make the replica silent."""
     deadline_s = 4.0
     tokens = ["--max-num-batched-tokens", "32768", "--kv-blocks", "600"]
     with configured(f"hang_timeout_s = {deadline_s}\n", *tokens) as running, ThreadPoolExecutor(1) as thread:
