@@ -22,7 +22,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("systemd-nspawn", "unshare", "setpriv", "nsenter")
-_BOOT_S = 60
+_BOOT_S = 300
 _HIERARCHIES = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup/unified")]
 _ALWAYS_NEW = ("tmp", "run", "dev", "proc", "sys")
 """Top-level directories that nspawn mounts itself. Host files below them are visible only if they are
@@ -83,7 +83,7 @@ class Machine:
         self.root = Path(f"/proc/{init}/root")
 
     def run(
-        self, *command: str, check: bool = True, timeout_s: float = 90
+        self, *command: str, check: bool = True, timeout_s: float = 600
     ) -> subprocess.CompletedProcess[str]:
         """Run a command as root in the machine."""
         done = subprocess.run(
