@@ -64,7 +64,7 @@ def test_the_patterns_a_b_a_a_c_and_two_busy_models_need_few_loads(
     assert swaps >= 3 and swaps <= took_s / 4.0 + 1
     # The load of another model may end after a request's arrival, and one more if its own model was unloaded
     # before the answer began.
-    assert world.most_loads(first) <= 3
+    assert 1 <= world.most_loads(first) <= 3
 
 
 def test_a_long_answer_continues_after_its_model_was_swapped_out(world: Alternating) -> None:
