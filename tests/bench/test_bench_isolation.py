@@ -23,7 +23,7 @@ def test_a_short_run_measures_every_phase(tmp_path: Path) -> None:
         [sys.executable, str(SCRIPT), *options.split(), "--json", str(out)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=550,
     )
     assert out.exists(), done.stdout + done.stderr
     measured = json.loads(out.read_text())

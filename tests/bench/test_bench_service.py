@@ -50,7 +50,7 @@ def measure(folder: Path, options: str) -> tuple[Any, str]:
     """Run the benchmark with a tiny model. Return its measurements and its output."""
     out = folder / "out.json"
     command = [sys.executable, str(SCRIPT), *TINY.split(), *options.split(), "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text()), done.stdout
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -40,11 +41,16 @@ CONFIG = {
     "vocab_size": 512,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 16_384,
     "tie_word_embeddings": True,
     "hidden_act": "silu",
     "torch_dtype": "float32",
 }
+
+LONG: dict[str, Any] = {"kv_blocks": 1300, "max_model_len": 16_384}
+"""Fields of a replica that has room for five requests of `LONG_TOKENS` tokens."""
+LONG_TOKENS = 16_000
+"""Length of an answer that is still being generated after the test has been paused for several seconds."""
 
 
 class Watched:
@@ -89,7 +95,7 @@ async def replica(folder: Path, **fields: object) -> AsyncIterator[Watched]:
         model_path=str(folder),
         load_format="dummy",
         device="cpu",
-        **{"kv_blocks": 64, "max_num_seqs": 16, "threads": 1, **fields},  # type: ignore[arg-type]
+        **{"kv_blocks": 64, "max_model_len": 512, "max_num_seqs": 16, "threads": 1, **fields},  # type: ignore[arg-type]
     )
     watched = Watched()
     with forked_ranks():
@@ -193,10 +199,10 @@ def test_all_credit_is_granted_back_and_every_token_counted_once(tmp_path: Path)
 
 def test_requests_of_a_dead_front_are_cancelled_and_others_continue(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with replica(tmp_path) as watched:
+        async with replica(tmp_path, **LONG) as watched:
             dying, living = watched.client("front-0"), watched.client("front-1")
             for i in range(4):
-                dying.submit(ask(dying, f"dead{i}", most=400), lambda output: None)
+                dying.submit(ask(dying, f"dead{i}", most=LONG_TOKENS), lambda output: None)
             going = asyncio.create_task(collect(living, ask(living, "alive", most=60)))
             while not any(report.running >= 4 for report in watched.reports):
                 await asyncio.sleep(0.01)
@@ -214,10 +220,10 @@ def test_requests_of_a_dead_front_are_cancelled_and_others_continue(tmp_path: Pa
 @pytest.mark.parametrize("victim", [0, 1])
 def test_if_one_rank_dies_the_whole_group_ends(tmp_path: Path, victim: int) -> None:
     async def scenario() -> None:
-        async with replica(tmp_path, tensor_parallel_size=2) as watched:
+        async with replica(tmp_path, tensor_parallel_size=2, **LONG) as watched:
             disconnected: list[list[int]] = []
             client = watched.client("front-0", disconnected)
-            running = asyncio.create_task(collect(client, ask(client, "r", most=400)))
+            running = asyncio.create_task(collect(client, ask(client, "r", most=LONG_TOKENS)))
             while not any(report.running for report in watched.reports):
                 await asyncio.sleep(0.01)
             os.kill(watched.group.pids[victim], signal.SIGKILL)
@@ -235,9 +241,9 @@ def test_if_one_rank_dies_the_whole_group_ends(tmp_path: Path, victim: int) -> N
 
 def test_the_reason_names_the_killed_rank_even_if_the_exit_of_its_peer_is_seen_first(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with replica(tmp_path, tensor_parallel_size=2) as watched:
+        async with replica(tmp_path, tensor_parallel_size=2, **LONG) as watched:
             client = watched.client("front-0")
-            running = asyncio.create_task(collect(client, ask(client, "r", most=400)))
+            running = asyncio.create_task(collect(client, ask(client, "r", most=LONG_TOKENS)))
             while not any(report.running for report in watched.reports):
                 await asyncio.sleep(0.01)
             leader, victim = watched.group.pids
@@ -261,7 +267,7 @@ def test_a_folder_without_a_checkpoint_is_refused_with_the_reason(tmp_path: Path
         spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), device="cpu", kv_blocks=8)
         watched = Watched()
         watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             reason = await watched.end
         assert "exited with code 1" in reason
         assert [fatal.kind for fatal in watched.fatal] == ["checkpoint"]
@@ -277,7 +283,7 @@ def test_a_rank_that_cannot_decode_its_start_message_names_the_field(
         spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), threads="two")  # type: ignore[arg-type]
         watched = Watched()
         watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             assert "exited with code 1" in await watched.end
 
     asyncio.run(scenario())
@@ -325,7 +331,7 @@ def test_only_unexpected_errors_are_logged_with_time_name_and_traceback(
             watched.group = ReplicaGroup.launch(
                 spec, watched.on_message, watched.end.set_result, module="breaking_replica"
             )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await watched.end
         return watched.fatal
 
@@ -412,7 +418,7 @@ def test_nothing_is_imported_from_the_working_directory(
         spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), device="cpu", kv_blocks=8)
         watched = Watched()
         watched.group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             reason = await watched.end
         assert [fatal.kind for fatal in watched.fatal] == ["checkpoint"], reason
 

@@ -289,6 +289,19 @@ def test_a_submission_that_arrives_while_the_replica_sleeps_runs_when_it_is_awak
     served.stop()
 
 
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each step take 10 ms, so that a request for 1900 tokens is still running when the test continues,
+    even on a busy machine."""
+
+    def wait(step: SimulatedStep) -> StepTokens:
+        time.sleep(0.01)
+        return step.tokens
+
+    monkeypatch.setattr(SimulatedStep, "wait", wait)
+
+
+@pytest.mark.usefixtures("slow_steps")
 def test_a_replica_with_unfinished_sequences_refuses_to_sleep_and_continues() -> None:
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
@@ -365,15 +378,8 @@ def step_plan(number: int) -> StepPlan:
     return StepPlan(number, [], [], [], [], [])
 
 
-def test_the_blocks_are_sent_on_request_while_steps_run_and_while_the_replica_is_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def wait(step: SimulatedStep) -> StepTokens:
-        time.sleep(0.01)
-        return step.tokens
-
-    # The request must still be running when the test asks for the blocks, even on a slow machine.
-    monkeypatch.setattr(SimulatedStep, "wait", wait)
+@pytest.mark.usefixtures("slow_steps")
+def test_the_blocks_are_sent_on_request_while_steps_run_and_while_the_replica_is_idle() -> None:
     served = Served()
     front = Channel[Any](served.attach("front-0"), StepFrame)
     front.send(submit(1, most=1900))

@@ -23,7 +23,7 @@ def compiled(module: str, *arguments: object, **environment: str) -> subprocess.
     pipe = subprocess.PIPE
     with ForkedPopen(command, env=inherited | environment, stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            out, err = process.communicate(timeout=250)
+            out, err = process.communicate(timeout=550)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

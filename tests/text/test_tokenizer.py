@@ -8,7 +8,6 @@ import random
 import string
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -75,10 +74,14 @@ def test_tokens_that_only_the_config_declares_are_added_at_their_ids(tmp_path):
 def test_long_words_take_little_memory_after_they_were_encoded():
     ours = Tokenizer.load(demo_model_folder())
     draw = random.Random(1)
-    words = " ".join("".join(draw.choices(string.ascii_letters, k=250)) for _ in range(5000))
+
+    def words() -> str:
+        return " ".join("".join(draw.choices(string.ascii_letters, k=250)) for _ in range(5000))
+
     memory = psutil.Process().memory_info
+    ours.encode_blocking(words())  # The heap grows to the size that encoding needs.
     before = memory().rss
-    ours.encode_blocking(words)
+    ours.encode_blocking(words())
     assert memory().rss - before < 20e6, "the library's default cache keeps 9 KB for each of these words"
 
 
@@ -156,24 +159,22 @@ def test_several_texts_give_the_same_ids_as_each_by_itself(loaded):
 def test_the_event_loop_keeps_ticking_while_two_megabytes_are_encoded(loaded):
     texts = ["The quick brown fox jumps over the lazy dog 中文. " * 9_000] * 5
 
-    async def watch() -> tuple[float, int]:
+    async def watch() -> int:
         pool = WorkPool(max_wait_s=300)
         encoding = asyncio.ensure_future(
             pool.run("acme", loaded["byte_level"].encode_steps(texts), is_long=True)
         )
-        began = last = time.perf_counter()
-        stall, ticks = 0.0, 0
+        ticks = 0
         while not encoding.done():
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            stall, last, ticks = max(stall, now - last), now, ticks + 1
+            ticks += 1
         assert sum(map(len, await encoding)) > 100_000
-        return stall / (last - began), ticks
+        return ticks
 
     assert sum(len(text.encode()) for text in texts) > 2_000_000
-    # Other processes may delay an attempt, so one of three attempts must succeed. The test only has to show
-    # that the encoder does not block the event loop: `stalled` is a fraction of the time spent encoding.
-    assert any(ticks > 20 and stalled < 0.25 for stalled, ticks in (asyncio.run(watch()) for _ in range(3)))
+    # If the encoder blocked the event loop, there would be about one tick per text. Otherwise there are
+    # hundreds.
+    assert asyncio.run(watch()) > 20
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])

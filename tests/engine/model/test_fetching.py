@@ -157,7 +157,7 @@ def test_a_read_error_is_raised_after_all_other_pieces_are_done(
             raise error
         # read after the failure, but before the waiting thread has been notified of the failure
         if first == last:
-            assert failed.wait(30)
+            assert failed.wait(60)
             time.sleep(0.05)
         done.append(first)
 
@@ -226,21 +226,21 @@ def test_close_waits_for_begun_pieces_and_drops_the_others(
 
     def slowly(file: WeightFile, first: int, *asked: Any) -> None:
         begun.set()
-        assert goes_on.wait(30)
+        assert goes_on.wait(60)
         read.append(first)
 
     monkeypatch.setattr(WeightFile, "read", slowly)
     readers = ReaderPool(1)
     readers.read([_block(entry, file)], buffer)
-    assert begun.wait(30)
+    assert begun.wait(60)
     closes = threading.Thread(target=readers.close)
     closes.start()
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 60
     while not readers._stopped:
         assert time.monotonic() < limit
         time.sleep(0.001)
     assert closes.is_alive()
     goes_on.set()
-    closes.join(30)
+    closes.join(60)
     assert not closes.is_alive()
     assert read == [entry.offset]

@@ -82,10 +82,11 @@ def test_the_samples_of_a_request_have_one_owner_and_its_preemptions_are_counted
 def test_the_age_of_a_cached_block_is_the_logarithm_of_the_time_since_its_last_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(block_survey.time, "monotonic", lambda: now)
     engine = SimulatedEngine(blocks=8)
     engine.submit(BLOCK_TOKENS + 5, max_tokens=1)
     engine.drain()
-    now = time.monotonic()
     for passed_s, age in ((0.0, 0), (9.0, 3), (1e9, 29)):
         monkeypatch.setattr(block_survey.time, "monotonic", lambda passed_s=passed_s: now + passed_s)
         use = survey(engine)
