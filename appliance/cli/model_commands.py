@@ -37,7 +37,7 @@ def models_add(
         str,
         typer.Argument(
             metavar="[NAME=]FOLDER",
-            help="Folder of a Hugging Face checkpoint. Default name: the folder's name.",
+            help="Folder of a Hugging Face checkpoint. The model's name defaults to the folder's name.",
             show_default=False,
         ),
     ],

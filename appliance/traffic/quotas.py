@@ -63,7 +63,7 @@ class Account:
 
 
 class Reservation:
-    """The amount that one request has reserved in its tenant's and key's quotas. It is held until the
+    """A request's reservation in the request and token quotas of its tenant and key. It is held until the
     request's log row has been closed."""
 
     __slots__ = ("accounts", "max_tokens", "taken", "tokens")
