@@ -4,8 +4,9 @@ sample.
 A file `fake.json` in the model's folder determines the replica's behaviour. With {"fatal": [kind, message]},
 it reports a fatal error. With {"exit": code}, it exits. With {"hang": true}, it stops sending messages while
 it loads, until "hang" is removed from the file. With {"child": true}, it starts a process that survives it,
-and writes that process's id to the file `child`. A file named `step.json`, such as {"announced_s": 2.0,
-"seconds": 9.0}, makes the next step long and is then deleted.
+and writes that process's id to the file `child`. A file named `step.json`, such as {"announced_s": 2.0},
+makes the next step long. When the step begins, the file is renamed `step.running`, and the step ends when the
+file is deleted.
 """
 
 from __future__ import annotations
@@ -106,13 +107,14 @@ class FakeReplica:
         asyncio.get_running_loop().create_task(self.step())
 
     def long_step(self) -> None:
-        """If `step.json` exists, announce a long step and then block for its duration without sending
+        """If `step.json` exists, announce a long step and then block until it ends without sending
         anything."""
-        long = said(self.folder / "step.json")
+        long, running = said(self.folder / "step.json"), self.folder / "step.running"
         if long:
-            (self.folder / "step.json").unlink()
             self.control.send(LongStep(long["announced_s"]))
-            time.sleep(long["seconds"])
+            (self.folder / "step.json").rename(running)
+            while running.exists():
+                time.sleep(0.05)
 
     def take(self, front: str, message: DataInbound) -> None:
         if isinstance(message, Submit):

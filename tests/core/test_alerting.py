@@ -84,7 +84,7 @@ def alerts(service: Service, state: str) -> list[Alert]:
 def test_a_killed_replica_raises_one_alert_until_it_is_ready_again(
     make_service: Make, webhook: Webhook
 ) -> None:
-    service = make_service(f'[[alerts.sinks]]\nwebhook = "{webhook.url}"').start_and_wait()
+    service = make_service(f'[[alerts.sinks]]\nwebhook = "{webhook.url}"\ntimeout_s = 60').start_and_wait()
     wait_until_sampled(service)
     kill_replica(service)
     wait_until(lambda: bool(alerts(service, "firing")))
@@ -115,7 +115,7 @@ def test_a_killed_replica_raises_one_alert_until_it_is_ready_again(
 
 
 def test_silences_and_lasting_alerts_survive_a_restart(make_service: Make, webhook: Webhook) -> None:
-    service = make_service(f'[[alerts.sinks]]\nwebhook = "{webhook.url}"').start_and_wait()
+    service = make_service(f'[[alerts.sinks]]\nwebhook = "{webhook.url}"\ntimeout_s = 60').start_and_wait()
     wait_until_sampled(service)
     with pytest.raises(AdminError, match="no rule matches 'replca-lost': use one of"):
         service.admin.act(SilenceAlerts(rule="replca-lost"))

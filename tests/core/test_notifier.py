@@ -82,7 +82,7 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(heard.path))
     monkeypatch.setenv("WATCHDOG_USEC", "2000000")
-    service = make_service("load_timeout_s = 2")
+    service = make_service()
     script = tmp_path / "m" / "fake.json"
     script.write_text(json.dumps({"hang": True}))
     service.start()
@@ -91,7 +91,6 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
     wait_until(lambda: heard.count("EXTEND_TIMEOUT_USEC") >= asked + 2, description="time to load")
     assert not heard.says(READY="1")
     script.unlink()
-    service.have_time_to_load()
     wait_until(lambda: heard.says(READY="1"), description="READY")
     wait_until(lambda: heard.says(STATUS="ready: 1 model"), description="its status")
     assert heard.place(STATUS="starting") < heard.place(STATUS="loading: m-0") < heard.place(READY="1")
@@ -226,10 +225,11 @@ def test_no_keep_alive_is_sent_while_a_writer_hangs(
         watched.notifier.start()
         await watched.signs(3)
         hangs = threading.Event()
+        before = complaints()
         done = watched.writer.call(lambda connection: hangs.wait(60))
-        await until(lambda: complaints() == 1)
+        await until(lambda: complaints() > before)
         so_far = watched.heard.count("WATCHDOG")
-        await until(lambda: complaints() == 4)
+        await until(lambda: complaints() > before + 3)
         assert watched.heard.count("WATCHDOG") == so_far
         hangs.set()
         assert await asyncio.wrap_future(done)

@@ -60,6 +60,7 @@ def equal(live: Snapshot, past: Snapshot) -> None:
 
 def test_the_past_equals_what_a_reader_of_one_frame_per_second_has_seen(running: Service) -> None:
     asked = running.connect("m 100000")
+    wait_until(lambda: any(one.generated_tokens for one in running.admin.in_flight()))
     live = []
     for _, one in zip(range(6), running.admin.snapshots(1), strict=False):
         live.append(msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=Snapshot))

@@ -100,7 +100,7 @@ def test_settings_of_the_service_are_applied_without_restarting_a_process(make_s
 def test_only_a_changed_model_is_replaced_and_it_serves_until_then(
     make_service: Make,
 ) -> None:
-    service = make_service(models=("m", "n")).start_and_wait()
+    service = make_service("drain_grace_s = 600", models=("m", "n")).start_and_wait()
     before = {model: replicas(service, model)[0].pids for model in ("m", "n")}
     stream = service.connect("m 150")
     reloaded = change(service, ('folder = "m"', 'folder = "m"\nmax_num_seqs = 5'))
@@ -154,18 +154,20 @@ def test_replicas_are_added_and_removed_and_the_first_one_stays(make_service: Ma
 
 
 def test_a_replica_that_is_being_stopped_leaves_the_service_ready(make_service: Make) -> None:
-    service = make_service().start_and_wait()
+    service = make_service("drain_grace_s = 600").start_and_wait()
     change(service, ('folder = "m"', 'folder = "m"\nreplicas = 2'))
     wait_until(lambda: names(service) == [("m-0", "ready"), ("m-1", "ready")])
-    streams = [service.connect("m 100") for _ in range(2)]
+    streams = [service.connect("m 100000") for _ in range(2)]
     wait_until(lambda: {one.running for one in replicas(service)} == {1})
     change(service, ("replicas = 2", "replicas = 1"))
-    states = []
-    while len(shown := names(service)) == 2:
-        states.append((shown[1][1], service.state()))
-    assert {state for _, state in states} == {"ready"}
-    assert "draining" in {replica for replica, _ in states}
-    assert {read_answer(stream)[-1] for stream in streams} == {"front-0 length"}
+    wait_until(lambda: names(service) == [("m-0", "ready"), ("m-1", "draining")])
+    assert service.state() == "ready"
+    for request in service.admin.in_flight():
+        service.admin.cancel_request(request.request_id)
+    wait_until(lambda: names(service) == [("m-0", "ready")])
+    assert service.state() == "ready"
+    for stream in streams:
+        stream.close()
 
 
 def test_of_two_overlapping_changes_the_last_one_takes_effect(make_service: Make) -> None:
@@ -229,7 +231,7 @@ def test_the_address_can_change_and_connections_continue(make_service: Make) -> 
 
 
 def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service: Make) -> None:
-    service = make_service("fronts = 1").start_and_wait()
+    service = make_service("fronts = 1\ndrain_grace_s = 600").start_and_wait()
     first = service.admin.status().fronts[0].pid
     change(service, ("fronts = 1", "fronts = 3"))
     wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 3)
@@ -249,16 +251,16 @@ def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service:
 
 
 def test_a_surplus_front_that_hangs_is_killed(make_service: Make) -> None:
-    service = make_service("fronts = 2\nhang_timeout_s = 2").start_and_wait()
+    service = make_service("fronts = 2\nhang_timeout_s = 600\ndrain_grace_s = 600").start_and_wait()
     streams = [service.connect("m 100000") for _ in range(2)]
     wait_until(lambda: len(service.rows()) == 2)
     change(service, ("fronts = 2", "fronts = 1"))
     leaving = service.admin.status().fronts[1]
     assert leaving.state == "stopping" and leaving.pid is not None
     os.kill(leaving.pid, signal.SIGSTOP)
+    service.set_timeout("hang_timeout_s", 2)
     wait_until(lambda: [front.name for front in service.admin.status().fronts] == ["front-0"])
-    (problem,) = service.admin.status().problems
-    assert problem.where == "front-1"
+    (problem,) = (one for one in service.admin.status().problems if one.where == "front-1")
     assert "sent no message for" in problem.description and "while stopping" in problem.description
     for stream in streams:
         stream.close()
