@@ -171,9 +171,9 @@ class Harness:
 
     def endless(self, token_id: int = 50) -> None:
         """Make the replica repeat this token until the context of `MAX_MODEL_LEN` tokens is full, which takes
-        half a minute and thus longer than any test."""
+        almost two minutes and thus longer than any test."""
         self.script = self.replica.script = lambda submit, sample: [token_id]
-        self.step_s = self.replica.step_s = 0.06
+        self.step_s = self.replica.step_s = 0.2
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function on the loop's thread."""
@@ -199,12 +199,12 @@ class Harness:
         self.wait_for(lambda: len(self.reports) >= seen + 2)
         return self.reports[-1]
 
-    def settled(self, count: int, timeout_s: float = 30.0) -> list[Settle]:
+    def settled(self, count: int, timeout_s: float = 60.0) -> list[Settle]:
         """Wait until the front process has settled at least `count` requests, and return all settlements."""
         self.wait_for(lambda: len(self.settles) >= count, timeout_s)
         return self.settles
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Poll until `condition` is true. Raises TimeoutError after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -424,7 +424,7 @@ class Harness:
 
         self.call(end)
         try:
-            self.process.wait(30)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()

@@ -16,9 +16,9 @@ from tests.front.harness import Harness
 def connect(front: Harness, tcp: bool = False) -> socket.socket:
     """Return a connection to the API. The socket has a timeout."""
     if tcp:
-        return socket.create_connection(("127.0.0.1", front.port), 30)
+        return socket.create_connection(("127.0.0.1", front.port), 60)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(30)
+    sock.settimeout(60)
     sock.connect(front.api_sock)
     return sock
 

@@ -46,7 +46,7 @@ def test_a_front_ends_at_once_when_the_core_closes_its_channel(own_front: OwnFro
     with connect(front) as sock:
         begin_stream(front, sock)
         front.call(front.channel.close)
-        assert front.process.wait(30) == 0
+        assert front.process.wait(60) == 0
         read_answer(sock)  # The connection is closed without a [DONE] event.
 
 
@@ -95,7 +95,7 @@ def test_the_kernel_kills_the_front_when_the_core_is_killed(tmp_path: object) ->
         front, keeper = map(int, parent.stdout.readline().split())
         try:
             parent.kill()
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while alive(front) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert not alive(front)
@@ -125,7 +125,7 @@ def test_a_stopping_front_finishes_its_streams_and_accepts_no_requests(own_front
         front.replica.hold = False
         answer = read_answer(sock)
     assert events(answer)[-1] == "[DONE]"
-    assert front.process.wait(30) == 0
+    assert front.process.wait(60) == 0
     assert front.settled(1)[0].status == 200
 
 
@@ -141,7 +141,7 @@ def test_requests_that_exceed_the_grace_period_of_a_stop_end_with_an_error(own_f
         front.send(StopFront(0.2))
         assert events(read_answer(sock))[-1]["error"]["code"] == "aborted"
         assert read_answer(waiting).status == 503
-    assert front.process.wait(30) == 0
+    assert front.process.wait(60) == 0
     assert sorted(settle.submitted for settle in front.settled(2)) == [False, True]
     assert {settle.status for settle in front.settles} == {503}
 

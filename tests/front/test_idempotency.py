@@ -130,7 +130,7 @@ def test_a_waiting_retry_does_not_get_the_cut_off_answer_of_a_client_that_read_t
     front: Harness,
 ) -> None:
     front.endless(*front.tokenizer.encode_blocking("a", False))
-    front.replica.hold = True
+    front.replica.hold, front.replica.step_s = True, 0.06
     body = {"model": MODEL, "prompt": "quick", "stream": True, "n": 128, "logprobs": 5, "max_tokens": -1}
     with connect(front) as first, connect(front) as second:
         send(first, "slow", body, COMPLETIONS)
@@ -218,6 +218,7 @@ def test_a_retry_of_an_aborted_stream_runs_again(front: Harness) -> None:
         assert events(read_answer(sock))[-1]["error"]["message"] == "an operator ended it"
     front.wait_for(lambda: len(front.releases) == 1)
     front.script = front.replica.script = front.sentence_script
+    front.step_s = front.replica.step_s = 0.001
     assert text(ask(front, "aborted", chat(stream=True))) == front.text()
     assert len(front.admits) == 2
 

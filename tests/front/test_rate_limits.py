@@ -93,9 +93,8 @@ def test_each_sample_produces_no_more_than_the_core_allows(front: Harness) -> No
 
 
 def test_tokens_delivered_before_a_refused_resubmission_are_billed(front: Harness) -> None:
-    front.script = front.replica.script = lambda submit, sample: [50]
+    front.endless()
     front.turn = {"rate_limits": BOTH}
-    front.replica.step_s = 0.02
     with connect(front) as sock:
         send(front, sock, stream=True)
         front.wait_for(lambda: len(front.replica.running) == 1 and front.replica.running[0].position > 3)

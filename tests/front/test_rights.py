@@ -260,7 +260,7 @@ sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1]); sock.recv(1)
             with accepted:
                 peer = peer_of(accepted)
         finally:
-            process.wait(20)
+            process.wait(60)
     assert (peer.kind, peer.uid, peer.gids) == ("unix", 12345, (99, 17, 4242))
 
 

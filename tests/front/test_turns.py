@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,14 +111,18 @@ def test_work_is_done_at_once_while_a_source_with_another_budget_pauses() -> Non
 
 def test_work_that_pauses_is_done_when_its_budget_is_within_its_share_again() -> None:
     async def main() -> None:
-        turns, done = Turns(), list[str]()
-        turns._budgets.charge("tcp", 2.0 * MAX_SHARE + BURST_S * MAX_SHARE, time.monotonic())
+        turns, done = Turns(), list[tuple[str, bool]]()
+        began = time.monotonic()
+        turns._budgets.charge("tcp", 2.0 * MAX_SHARE + BURST_S * MAX_SHARE, began)
+
+        def work(name: str) -> None:
+            done.append((name, time.monotonic() - began > 1.9))
+
         for name in ("a", "b"):
-            turns.add(Source(name, "tcp"), 0, lambda name=name: done.append(name))  # type: ignore[misc]
-        assert not done
+            turns.add(Source(name, "tcp"), 0, partial(work, name))
         while len(done) < 2:
             await asyncio.sleep(0.01)
-        assert done == ["a", "b"]
+        assert done == [("a", True), ("b", True)]
 
     run(main)
 
