@@ -151,7 +151,7 @@ class Writer:
         self._enqueue(_Item(operation, time.monotonic(), future, False, None))
         return future
 
-    def flush(self, timeout_s: float = 10.0) -> bool:
+    def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until all operations submitted before this call are committed. Returns False if that takes
         longer than `timeout_s`."""
         try:
