@@ -24,10 +24,10 @@ from tests.system.test_limits import Caller
 pytestmark = pytest.mark.system
 HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
 WORD = "some words " * 10 + "x" * (Limits().max_body_bytes - 1000)
-MAX_DELAY_CPU_S = 3.0
+MAX_DELAY_CPU_S = 1.0
 """Maximum CPU time, in seconds, that the core and the fronts use during a small request beside the attack.
-Unlike a duration, it does not depend on other work of the machine. Before fronts took turns among tenants
-when encoding prompts, a small request took 64 s."""
+Unlike a duration, it does not depend on other work of the machine. It is about 0.1 s, and it was up to 5 s if
+all tenants' prompts were encoded in the order of their arrival."""
 
 
 def small_request_cpu_s(running: Service) -> float:
