@@ -82,7 +82,7 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
 ) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", str(heard.path))
     monkeypatch.setenv("WATCHDOG_USEC", "2000000")
-    service = make_service()
+    service = make_service("drain_grace_s = 8")
     script = tmp_path / "m" / "fake.json"
     script.write_text(json.dumps({"hang": True}))
     service.start()
@@ -97,12 +97,13 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
     signs = heard.count("WATCHDOG")
     wait_until(lambda: heard.count("WATCHDOG") > signs + 2, description="signs of life")
     asked = heard.count("EXTEND_TIMEOUT_USEC")
-    with service.connect("m 800") as client:
+    with service.connect("m 100000") as client:
         assert client.recv(1)
         process = service.process
         assert process is not None
-        process.send_signal(signal.SIGTERM)
         # The kernel buffers only a few messages for a receiver that does not read.
+        heard.listen()
+        process.send_signal(signal.SIGTERM)
         wait_until(lambda: (heard.listen(), process.poll() is not None)[1], description="the end")
         assert process.returncode == 0
     heard.listen()

@@ -156,12 +156,13 @@ def test_a_front_ignores_signals_to_its_process_group(front: Harness) -> None:
 def test_reports_count_connections_streams_requests_tokens_and_cpu(front: Harness) -> None:
     front.wait_for(lambda: front.report().connections == 0)
     before = front.reports[-1]
-    front.replica.step_s = 0.3
+    front.replica.hold = True
     with connect(front) as sock:
         begin_stream(front, sock)
+        front.call(front.replica.step)
         front.wait_for(lambda: front.reports[-1].streams == 1)
         assert front.reports[-1].connections == 1
-        front.replica.step_s = 0.001
+        front.replica.hold = False
         read_answer(sock)
     front.wait_for(lambda: front.reports[-1].connections == 0)
     last = front.reports[-1]
@@ -170,13 +171,15 @@ def test_reports_count_connections_streams_requests_tokens_and_cpu(front: Harnes
     assert last.cpu_seconds > before.cpu_seconds
 
 
-def descriptors(pid: int) -> set[int]:
-    """Return the descriptors of an idle process, without those that it opens briefly to send a report."""
-    used, before = set[int](), {-1}
-    while used != before:
-        used, before = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}, used
-        time.sleep(0.01)
-    return used
+def descriptors(front: Harness) -> set[int]:
+    """Return the descriptors of an idle front, without those that it opens briefly to send a report."""
+
+    def used() -> set[int]:
+        return {int(name) for name in os.listdir(f"/proc/{front.process.pid}/fd")}
+
+    before = used()
+    front.report()
+    return before & used()
 
 
 def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(own_front: OwnFront) -> None:
@@ -186,7 +189,7 @@ def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(own_front:
     for has_request in (False, True):
         sockets = [connect(front) for _ in range(40)]
         front.wait_for(lambda: front.report().connections == 40)
-        used = descriptors(pid)
+        used = descriptors(front)
         unused = [number for number in range(1000) if number not in used]
         # The connection has two descriptors. With `has_request`, the kernel drops only the second one.
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (unused[has_request], limits[1]))
