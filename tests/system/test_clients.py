@@ -151,9 +151,10 @@ def test_bad_words_and_best_of_apply_across_the_death_of_a_replica() -> None:
     }  # fmt: skip
     with service() as running, running.http() as http, ThreadPoolExecutor(1) as threads:
         expected = http.post(COMPLETION, json=body).json()["choices"]
+        rank = psutil.Process(running.replica()["pids"][0])
         asked = threads.submit(http.post, COMPLETION, json=body, timeout=300)
         running.wait_until(lambda: running.replica()["running"] > 0, 60, "the request to run")
-        psutil.Process(running.replica()["pids"][0]).kill()
+        rank.kill()
         answer = asked.result()
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"] == expected

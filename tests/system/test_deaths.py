@@ -120,11 +120,11 @@ def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
         undisturbed.join(180)
         assert undisturbed.finish_reason == "length", undisturbed.error
         for deaths, victim in enumerate((1, 0), start=1):
+            pids = running.replica()["pids"]
+            assert len(pids) == 2
             streams = [Stream(running, max_tokens=TOKENS_OF_RANKS) for _ in range(3)]
             for stream in streams:
                 assert stream.begun.wait(120)
-            pids = running.replica()["pids"]
-            assert len(pids) == 2
             psutil.Process(pids[victim]).kill()
             wait_exited(pids, 60.0)
             past_problem(running, "demo-0", f"(pid {pids[victim]}) was killed by SIGKILL")
@@ -162,13 +162,14 @@ def resubmitted_rows(running: Service, count: int) -> list[dict[str, Any]]:
 
 def test_a_killed_front_closes_its_connections_and_no_others() -> None:
     with service("--fronts", "2") as running:
+        fronts = running.status()["fronts"]
         # Each stream must still run when the front is suspended.
         streams = [Stream(running, max_tokens=900) for _ in range(6)]
         for stream in streams:
             assert stream.begun.wait(120)
-        fronts, accepted = running.status()["fronts"], running.status()["sockets"][0]["accepted"]
-        # The front accepts some of these connections, but reads none of their data.
         psutil.Process(fronts[0]["pid"]).suspend()
+        accepted = running.status()["sockets"][0]["accepted"]
+        # The front accepts some of these connections, but reads none of their data.
         unread = [Stream(running, max_tokens=5) for _ in range(6)]
         running.wait_until(
             lambda: running.status()["sockets"][0]["accepted"] >= accepted + 6, 60, "the connections"
