@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 from textual import events
+from textual.app import App
 from textual.keys import _character_to_key
 from textual.pilot import Pilot
 from textual.screen import Screen
@@ -83,13 +84,19 @@ async def processed(pilot: Pilot[int]) -> None:
         await pilot.pause(0)
 
 
+def send_key(app: App[int], key: str) -> None:
+    """Send a key press to the console without waiting for its effect."""
+    name = _character_to_key(key) if len(key) == 1 and not key.isalnum() else key
+    character = key if len(key) == 1 else {**CHARACTERS, "space": " "}.get(key)
+    app.post_message(events.Key(name, character))
+
+
 async def press(pilot: Pilot[int], *keys: str) -> None:
     """Press keys, and wait until the console has processed each of them. `Pilot.press` also waits until the
-    process is idle, which takes up to 2 s per key on a busy machine."""
+    process is idle, which takes up to 2 s per key on a busy machine. For a key that ends the console, use
+    `send_key`: a console that is closing does not process all messages."""
     for key in keys:
-        name = _character_to_key(key) if len(key) == 1 and not key.isalnum() else key
-        character = key if len(key) == 1 else {**CHARACTERS, "space": " "}.get(key)
-        pilot.app.post_message(events.Key(name, character))
+        send_key(pilot.app, key)
         await processed(pilot)
 
 

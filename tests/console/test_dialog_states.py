@@ -22,7 +22,7 @@ from console.past_dialogs import SliceDialog, TimeDialog
 from console.source import NoAnswerError, SourceError
 from console.target_state import state_lines
 from tests.console.frames import session
-from tests.console.pilots import console, opened, press, run, shown, text_of, until
+from tests.console.pilots import console, opened, press, run, send_key, shown, text_of, until
 
 OPENERS: dict[str, Callable[[ConsoleApp], object]] = {
     "action": lambda app: app.run_line("tenants set mobile"),
@@ -44,7 +44,7 @@ def test_the_keys_that_end_the_console_also_work_in_dialogs(name: str, key: str)
         assert isinstance(app.screen, kinds)
         if fields := list(app.screen.query(Input)):
             fields[0].focus()
-        await press(pilot, key)
+        send_key(app, key)
         await until(pilot, lambda: app.return_value == 0)
 
     run(steps, app)

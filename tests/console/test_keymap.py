@@ -14,7 +14,7 @@ from console.keymap import DEFAULT_KEYMAP, read_keymap
 from console.keys import KEYS, key_of, shown_name
 from console.palette import ConsoleCommands
 from tests.console.frames import source
-from tests.console.pilots import StillSource, press, run, shown, until
+from tests.console.pilots import StillSource, press, run, send_key, shown, until
 
 
 def written(folder: Path, text: str) -> str:
@@ -146,7 +146,7 @@ def test_the_keys_of_the_file_work_and_the_replaced_ones_do_not(tmp_path: Path) 
         assert app.session.state.paused
         await press(pilot, "q")
         assert app.is_running
-        await press(pilot, "ctrl+c")
+        send_key(app, "ctrl+c")
         await until(pilot, lambda: not app.is_running)
 
     run(steps, console(path))
