@@ -52,8 +52,13 @@ def test_the_commands_put_a_model_to_sleep_and_wake_it(sleeps: Sleeps) -> None:
     woken = running.command("models", "wake", "chat@1", "--wait")
     assert woken["state"] == "ready"
     assert sleeps.tokens() == tokens == [TOKEN] * 8
-    found = {(row["action"], row["result"]) for row in running.command("audit", "list")}
-    assert {("models.sleep", "ok"), ("models.wake", "ok")} <= found
+
+    def recorded() -> bool:
+        found = {(row["action"], row["result"]) for row in running.command("audit", "list")}
+        return {("models.sleep", "ok"), ("models.wake", "ok")} <= found
+
+    # If the disk is slow, an action's result is written after the command has ended.
+    running.wait_until(recorded, 60, "the results in the audit trail")
 
 
 @pytest.mark.parametrize("words", [("sleep", "chat", "--wait"), ("wake", "chat", "--wait"), ("wake", "chat")])
