@@ -28,6 +28,9 @@ from store.policies import Policies
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_PAUSE_S = 2.0
+"""If a tick is later than this, in seconds, the core itself was paused, for example with its virtual
+machine."""
 _COUNT_WITHIN_S = 1.0
 """Maximum time, in seconds, to wait for replicas to report the last requests' token counts before the service
 stops."""
@@ -47,6 +50,7 @@ class Controller:
     drains: Drains
     _applied_policies: Policies | None = field(default=None, init=False)
     _tick_timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    _ticked_at: float = field(default_factory=time.monotonic, init=False)
 
     def start(self) -> None:
         """Start all processes. Connections are accepted once a front is ready."""
@@ -88,8 +92,15 @@ class Controller:
 
     def _tick(self) -> None:
         self._tick_timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        now = time.monotonic()
+        since_s, self._ticked_at = now - self._ticked_at, now
         self.requests.expire()
-        self.fronts.check()
-        self.models.check()
+        if since_s > _TICK_S + _PAUSE_S:
+            # Check processes at the next tick. By then, the reports that they sent during the pause have been
+            # read, without which every process would look hung.
+            log.warning("the core did not run for %.1f s; the machine was paused or is overloaded", since_s)
+        else:
+            self.fronts.check()
+            self.models.check()
         self.listeners.update()
         self.apply_policies()

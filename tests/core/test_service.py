@@ -125,6 +125,21 @@ def test_a_replica_that_hangs_is_killed_and_restarted(make_service: Make) -> Non
     assert "did not report" in replica.last_error
 
 
+def test_a_core_that_was_stopped_itself_kills_nothing(make_service: Make) -> None:
+    service = make_service("hang_timeout_s = 8\nfronts = 1")
+    service.start()
+    before = service.wait_ready()
+    assert service.process is not None
+    service.process.send_signal(signal.SIGSTOP)
+    time.sleep(10)
+    service.process.send_signal(signal.SIGCONT)
+    assert read_answer(service.connect("m 3"))[-1] == "front-0 length"
+    after = service.admin.status()
+    assert [one.pid for one in after.fronts] == [one.pid for one in before.fronts]
+    assert after.models[0].replicas[0].pids == before.models[0].replicas[0].pids
+    assert "the core did not run for 1" in service.log.read_text()
+
+
 def begin_long_step(service: Service, announced_s: float) -> None:
     """Make the next step of the replica last until the file `step.running` is deleted, and wait until the
     replica has announced it."""
