@@ -58,9 +58,9 @@ def options(tmp_path: Path) -> list[str]:
     return [*model, *SIZES, "--tensor-parallel-size", "2"]
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], wait_s: float = WAIT_S) -> tuple[int, str, str]:
     """Wait for a process to end. Return its exit code, standard output and standard error."""
-    out, err = process.communicate(timeout=WAIT_S)
+    out, err = process.communicate(timeout=wait_s)
     return process.returncode, out, err
 
 
@@ -138,12 +138,13 @@ def test_a_model_that_cannot_be_split_is_reported_before_ranks_start(start: Star
     assert errors.startswith("tensor_parallel_size is 3, which does not divide 4 attention heads")
 
 
+@pytest.mark.timeout(1900)  # one minute on a quiet machine with two cores
 def test_random_traffic_over_two_ranks_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     # The known requests take most of the time, because each of them first runs alone.
     rounds = ["--rounds", "1", "--seed", "3", "--known", "4", "--spec", "tensor_parallel_size=2"]
     soak = ["-m", "tests.engine.soak", *rounds]
-    code, printed, errors = finish(start(*soak, "--json", str(report)))
+    code, printed, errors = finish(start(*soak, "--json", str(report)), 1800)
     assert code == 0, printed + errors
     results = json.loads(report.read_text())
     assert results["wrong"] is None and results["known"]["tokens"] > 0 and results["preemptions"] > 0
