@@ -70,7 +70,7 @@ class ActionRunner:
         another."""
 
     def lists(self) -> tuple[ListName, ...]:
-        """Return the lists that the impact in the open dialog depends on."""
+        """Return the lists from which the open dialog computes the action's impact."""
         return () if self.confirming is None else required_lists(self.confirming)
 
     def choose(self) -> None:

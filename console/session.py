@@ -197,7 +197,7 @@ class ConsoleSession:
         view = self.view
         if command in _PANEL_COMMANDS and not self.state.has_panels and not self.state.help:
             self.say(
-                f"{view.title} needs a terminal of at least {MIN_WIDTH}×{MIN_HEIGHT} for this key", "warn"
+                f"this key in {view.title} needs a terminal of at least {MIN_WIDTH}×{MIN_HEIGHT}", "warn"
             )
         elif word == "move":
             self._move(rest)

@@ -19,8 +19,8 @@ from appliance.bench.load import STOPPED, BenchProgress, Load, Record
 PROGRESS_S = 0.2
 _MAX_PREPARED = 4096
 _MAX_PREPARED_TOKENS = 16 << 20
-"""Requests with up to this many tokens in total are encoded before the start, at about six bytes per token.
-The rest are encoded just before they are sent."""
+"""Requests are encoded before the benchmark starts until they contain this many tokens, at about six bytes
+per token. The rest are encoded just before they are sent."""
 
 
 class Sender:

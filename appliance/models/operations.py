@@ -270,7 +270,7 @@ class ModelOperations:
 
     async def introduce(self, record: VersionRecord) -> None:
         """Accept requests for a version without loading it. The fronts read its tokenizer, and its requests
-        wait in the queue. Raises LoadError."""
+        wait in the queue. Raises LoadError if the version cannot be served."""
         unit = record.unit
         if (unloading := self._unloads.get(unit)) is not None:
             await asyncio.wait([unloading])

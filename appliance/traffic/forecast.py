@@ -50,7 +50,7 @@ class Forecast:
         prompt_tokens: float,
         prompts_per_output: float,
     ) -> None:
-        """Update the forecast from the replicas' accounts.
+        """Update the forecast from the credit accounts of the replicas.
 
         - `prompt_tokens` is the mean prompt length per request.
         - `tokens_per_seq` is the mean number of cache tokens per sequence.

@@ -152,8 +152,7 @@ def test_a_list_of_facts_refuses_the_keys_that_would_change_nothing_visible(name
         made.run(command)
         title = made.view.title
         assert (
-            plain(made.lines(59, 30)[-1]).strip()
-            == f"{title} needs a terminal of at least 60×18 for this key"
+            plain(made.lines(59, 30)[-1]).strip() == f"this key in {title} needs a terminal of at least 60×18"
         )
         assert not made.context.jumping
     made.run("move down")

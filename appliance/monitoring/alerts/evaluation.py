@@ -25,7 +25,7 @@ GROUP_S = 30.0
 
 
 class Raised(AlertRow, kw_only=True):
-    """An alert that has been raised, with the evaluator's state."""
+    """An alert that has been raised, with the state that the evaluator keeps for it."""
 
     objects: Scope
     """The components in `scope`."""
