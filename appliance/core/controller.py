@@ -50,7 +50,8 @@ class Controller:
     drains: Drains
     _applied_policies: Policies | None = field(default=None, init=False)
     _tick_timer: asyncio.TimerHandle | None = field(default=None, init=False)
-    _ticked_at: float = field(default_factory=time.monotonic, init=False)
+    _ticked_at: float = field(default=0.0, init=False)
+    _check_skipped: bool = field(default=False, init=False)
 
     def start(self) -> None:
         """Start all processes. Connections are accepted once a front is ready."""
@@ -58,6 +59,7 @@ class Controller:
         # Start replicas first, because they take longer to start than fronts.
         self.models.start()
         self.fronts.start()
+        self._ticked_at = time.monotonic()
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
@@ -95,9 +97,10 @@ class Controller:
         now = time.monotonic()
         since_s, self._ticked_at = now - self._ticked_at, now
         self.requests.expire()
-        if since_s > _TICK_S + _PAUSE_S:
-            # Check processes at the next tick. By then, the reports that they sent during the pause have been
-            # read, without which every process would look hung.
+        self._check_skipped = since_s > _TICK_S + _PAUSE_S and not self._check_skipped
+        if self._check_skipped:
+            # Check processes at the next tick, even if it is late too. By then, the reports that they sent
+            # during the pause have been read, without which every process would look hung.
             log.warning("the core did not run for %.1f s; the machine was paused or is overloaded", since_s)
         else:
             self.fronts.check()
