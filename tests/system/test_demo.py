@@ -117,8 +117,8 @@ def test_in_a_terminal_ctrl_c_cancels_the_answer_and_ctrl_d_ends_the_demo() -> N
 def test_an_installation_shows_its_progress(tmp_path: Path) -> None:
     """A stand-in for pip installs the packages until the progress has been printed."""
     told = tmp_path / "told"
-    pip = f"until grep -q 'still installing: .* in .venv' {told}; do sleep 0.1; done; exit $CODE"
-    pip = f"#!/bin/sh\ncase $* in *install*) {pip};; esac\n"
+    wait = f"timeout 300 sh -c \"until grep -q 'still installing: .* in .venv' '{told}'; do sleep 0.1; done\""
+    pip = f"#!/bin/sh\ncase $* in *install*) {wait} && exit $CODE;; esac\n"
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "python").write_text(pip)
