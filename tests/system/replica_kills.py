@@ -157,12 +157,12 @@ class Kills:
     # ── the states ──
 
     def _kill_in_load(self) -> None:
-        delay_s, loading = self._draw.uniform(0.0, 0.5), False
+        loading = False
         while not loading:
             self.running.act(UnloadModel(model="chat", wait=True))
             with self._performed(LoadModel(model="chat", wait=True)):
                 pid = self._wait_for_rank("chat@1")
-                time.sleep(delay_s)
+                time.sleep(self._draw.uniform(0.0, 0.5))
                 # On a busy machine, the load may be complete by now. A stopped rank cannot complete it.
                 psutil.Process(pid).suspend()
                 loading = self._unit("chat@1")["replicas"][0]["state"] in ("starting", "loading")
