@@ -85,7 +85,7 @@ def has(running: Service, count: int) -> bool:
     return [one["state"] for one in running.status()["models"][0]["replicas"]] == ["ready"] * count
 
 
-def test_a_recorded_load_adds_a_replica_in_time_and_removes_it_once_and_no_request_fails(
+def test_a_recorded_load_adds_a_replica_and_removes_it_once_and_no_request_fails(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "appliance.toml"
