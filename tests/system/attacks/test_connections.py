@@ -8,10 +8,11 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 
 import httpx
 import psutil
@@ -45,29 +46,31 @@ MAX_GROWTH = 60 * MEGABYTE
 process grow by more than 150 MB."""
 
 FEW = "max_connections = 40\nmax_unauthenticated_connections = 10\n"
-MAX_ANSWER_CPU_S = 10.0
+MAX_ANSWER_CPU_S = 1.0
 """Maximum CPU time, in seconds, that the core and the fronts use until they have answered another client
-during a flood. Unlike a duration, it does not depend on other work of the machine."""
+during a flood: the median, because the client may be stopped during a request. Unlike a duration, it does not
+depend on other work of the machine."""
 
 
 @contextmanager
-def slowest_answer(attacked: Target) -> Iterator[Callable[[], float]]:
-    """Send requests on the Unix socket repeatedly. Yield a function that returns the most CPU time, in
-    seconds, that the core and the fronts used until an answer."""
-    slowest, ended, pids = [0.0], threading.Event(), serving_pids(attacked.running)
+def another_client(attacked: Target) -> Iterator[list[float]]:
+    """Send requests on the Unix socket repeatedly. Yield a list to which the CPU time, in seconds, that the
+    core and the fronts used until each answer is appended."""
+    used: list[float] = []
+    ended, pids = threading.Event(), serving_pids(attacked.running)
 
     def ask() -> None:
         with attacked.running.http() as client:
             while not ended.is_set():
                 began = cpu_s(*pids)
                 assert client.post("/tokenize", json={"model": "demo", "prompt": "hi"}).status_code == 200
-                slowest[0] = max(slowest[0], cpu_s(*pids) - began)
+                used.append(cpu_s(*pids) - began)
                 time.sleep(0.01)
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
         try:
-            yield lambda: slowest[0]
+            yield used
         finally:
             ended.set()
         asking.result()
@@ -97,22 +100,22 @@ def test_requests_without_a_key_get_one_answer_and_their_connection_closes(
 ) -> None:
     memory = Memory(attacked.running)
     data = request_bytes * (4 * MEGABYTE // len(request_bytes))
-    with slowest_answer(attacked) as slowest:
+    with another_client(attacked) as used:
         answers = flood(attacked.tcp, data, connections=60, seconds=30)
         growth = memory.growth()
     assert {answer.count(b"HTTP/1.1 ") for answer in answers} <= {0, 1}
     assert any(answers)
     assert growth < MAX_GROWTH
-    assert slowest() < MAX_ANSWER_CPU_S
+    assert median(used) < MAX_ANSWER_CPU_S
 
 
 def test_requests_of_a_local_user_wait_in_the_kernel(attacked: Target) -> None:
     memory = Memory(attacked.running)
-    with slowest_answer(attacked) as slowest:
+    with another_client(attacked) as used:
         flood(attacked.unix, GET * (4 * MEGABYTE // len(GET)), connections=30, seconds=2)
         growth = memory.growth()
     assert growth < MAX_GROWTH
-    assert slowest() < MAX_ANSWER_CPU_S
+    assert median(used) < MAX_ANSWER_CPU_S
 
 
 def test_many_requests_on_one_connection_are_answered_in_their_order(attacked: Target) -> None:
@@ -206,16 +209,16 @@ def test_thousands_of_requests_with_bad_keys_do_not_affect_other_clients(attacke
     memory, pids = Memory(attacked.running), serving_pids(attacked.running)
     path = "/status" if kind == "admin" else "/v1/models"
     orders = Orders("bad_keys", getattr(attacked, kind), 3.0, 10, path, min_requests=100)
-    slowest_status = 0.0
-    with slowest_answer(attacked) as slowest, attackers([orders] * 2, os.setsid) as processes:
+    used_by_status: list[float] = []
+    with another_client(attacked) as used, attackers([orders] * 2, os.setsid) as processes:
         while any(process.poll() is None for process in processes):
             began = cpu_s(*pids)
             attacked.running.status()
-            slowest_status = max(slowest_status, cpu_s(*pids) - began)
+            used_by_status.append(cpu_s(*pids) - began)
         done = reports(processes)
-    print(f"{slowest():.2f} s and {slowest_status:.2f} s of CPU time for other clients, {done}")
+    print(f"{median(used):.2f} s and {median(used_by_status):.2f} s of CPU time for other clients, {done}")
     assert done["requests"] >= 200 and done["statuses"].keys() <= {"401", "503"}, done
-    assert max(slowest(), slowest_status) < MAX_ANSWER_CPU_S
+    assert max(median(used), median(used_by_status)) < MAX_ANSWER_CPU_S
     assert memory.growth() < MAX_GROWTH
     wait_for(lambda: attacked.running.status()["state"] == "ready", "the service to be ready")
 
