@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -157,8 +158,15 @@ def test_a_replica_that_is_being_stopped_leaves_the_service_ready(make_service: 
     service = make_service("drain_grace_s = 600").start_and_wait()
     change(service, ('folder = "m"', 'folder = "m"\nreplicas = 2'))
     wait_until(lambda: names(service) == [("m-0", "ready"), ("m-1", "ready")])
-    streams = [service.connect("m 100000") for _ in range(2)]
-    wait_until(lambda: {one.running for one in replicas(service)} == {1})
+    streams = []
+
+    def run_requests() -> bool:
+        # A replica gets no request before the core has read its first report.
+        streams.append(service.connect("m 100000"))
+        time.sleep(0.5)
+        return all(one.running for one in replicas(service))
+
+    wait_until(run_requests, description="a request on each replica")
     change(service, ("replicas = 2", "replicas = 1"))
     wait_until(lambda: names(service) == [("m-0", "ready"), ("m-1", "draining")])
     assert service.state() == "ready"
