@@ -192,5 +192,5 @@ def _truncated(block: FileBlock) -> CheckpointError:
 def _unreadable(block: FileBlock, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{block.rows.entry.file}: {block.rows.name} cannot be read ({error.strerror})",
-        "check the disk, or download it again",
+        "check the disk, or download the file again",
     )

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Contains the first and last kernels of a decode step. Both access the device tables with the state of the
+"""The first and last kernels of a decode step. Both use the tables on the GPU that hold the state of the
 running sequences. `place` computes the position and KV slot of each sequence's token before the forward pass.
 `advance` stores each sampled token as the sequence's next input. Both kernels can be captured in a CUDA
 graph."""

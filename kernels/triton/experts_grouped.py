@@ -23,7 +23,8 @@ def _group(groups, group, count):
 
 @triton.jit
 def _choices(order, first, end, total, ROWS: tl.constexpr):
-    """Return the indices of a group's choices. Rows past the expert's last choice repeat that choice."""
+    """Return the indices of the choices (pairs of token and expert) that the group starting at `first`
+    computes. Rows past the expert's last choice repeat that choice."""
     place = tl.minimum(first + tl.arange(0, ROWS), end - 1)
     return tl.load(order + tl.maximum(tl.minimum(place, total - 1), 0))
 

@@ -107,8 +107,8 @@ def launch_dot(
     pdl: bool,
 ) -> None:
     """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
-    both have scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's
-    values, and this GEMM multiplies its result by each token's factor."""
+    both have scales. x must already be normalised, except for its tokens' norm
+    factors if `fused.squares` is given: this GEMM then applies the factors to its results."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]

@@ -248,8 +248,8 @@ def decide_kernel(
         next_count = tl.sum(tl.load(at_above + 3 * plane, mask=counted, other=0.0), axis=0)
         kept = (count < limit) & (mass < target)
         next_kept = (next_count < limit) & (next_mass < target)
-        # If both top-k and top-p apply, the limit of top-p applies to the mass kept by top-k, which is not
-        # known yet.
+        # If both top-k and top-p apply, top-p limits a share of the probability mass that top-k keeps. That
+        # mass is not known yet.
         single = (by_count & by_mass) == 0
         known = single & (next_best > float("-inf"))
         take = single & (kept & (logit >= lowest))
