@@ -157,4 +157,3 @@ def test_captured_passes_compute_the_bits_of_eager_passes(
         ):
             print(f"\n{LAYERS} layers: {name}: " + ", ".join(f"{number:.2f}" for number in numbers), end="")
         print()
-    assert all(ours < eager for ours, eager in zip(captured_ms, eager_ms, strict=True))
