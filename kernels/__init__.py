@@ -230,8 +230,8 @@ class AttentionInput:
     chunks: list[ChunkSpan]
     tiles: Mapping[int | None, torch.Tensor] | None = None
     """Prefill tiles, keyed by attention window, in the format of
-    `kernels.triton.attention_prefill.plan_tiles`. Captured passes use them instead of `chunks`. They are
-    overwritten in place before each replay."""
+    `kernels.triton.attention_prefill.plan_tiles`. Captured passes use these tiles instead of `chunks`. The
+    tiles are overwritten in place before each replay."""
     queries: torch.Tensor | None = None
     """Indices of the tokens for which attention is computed, [decodes] int64: each sequence's last token. The
     keys and values of all other tokens are still written to the cache. None means all tokens."""
@@ -286,8 +286,8 @@ class Ops(Protocol):
         bias: torch.Tensor | None,
     ) -> Activation:
         """Apply SwiGLU (Shazeer 2020) to `norm_linear(x)`: return `silu(gate) × up`, of shape
-        `[tokens, out / 2]`. The gate is the first half of the columns. If `weight` is an `Fp8Weight`, the
-        result may already be quantised, because an FP8 GEMM follows."""
+        `[tokens, out / 2]`. The gate is the first half of the GEMM's columns. If `weight` is an `Fp8Weight`,
+        the result may already be quantised, because an FP8 GEMM follows."""
 
     def linear_add(
         self,

@@ -227,10 +227,10 @@ def round_in_groups(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply `x [tokens, in]` by an FP8 weight. x is first quantised per token, unless it is already
-    quantised. If the weight has one scale per block, x must not already be quantised; it is then quantised
-    with one scale for each group of a token's inputs. Sums are computed in float32 and rounded once to the
-    model's dtype."""
+    """Multiply `x [tokens, in]` by an FP8 weight. If the weight has one scale per row, x may already be
+    quantised per token; otherwise, this function quantises it. If the weight has one scale per block, x must
+    not be quantised yet: this function quantises it with one scale for each group of a token's inputs. Sums
+    are computed in float32 and rounded once to the model's dtype."""
     if weight.block is not None:
         assert isinstance(x, torch.Tensor)
         product = F.linear(round_in_groups(x, weight.block[1]), dequantise(weight))

@@ -11,9 +11,9 @@ from kernels import PAGE_TOKENS, AttentionInput, ChunkSpan
 
 _GATHERED_BYTES = 4 << 20
 """Maximum size, in bytes, of the keys that decode attention copies at a time. The same limit applies to the
-values. A single sequence may exceed it. The limit bounds the working memory and keeps the copy in the CPU
-cache. It also keeps allocations small: the C library requests new pages from the operating system for each
-larger buffer, which makes attention for 64 sequences take 4 times as long."""
+values. The keys of a single sequence may exceed the limit. The limit bounds the working memory, keeps the
+copy in the CPU cache and avoids large allocations. For each large buffer, the C library requests new pages
+from the operating system, which makes attention for 64 sequences take 4 times as long."""
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]
 """Keys or values `[blocks, kv_heads, 64, head_dim]`, and their scales `[blocks, kv_heads, 64]`, which are
@@ -111,7 +111,7 @@ class _Group:
 
     rows: list[int]
     first: int
-    """First block-table column visible to any sequence in the group."""
+    """First block-table column that any sequence in the group attends to."""
     last: int
     """End of the column range (exclusive)."""
 
@@ -187,8 +187,8 @@ def paged_attention_prefill(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute one chunk's causal attention. Its keys and values must already be in the cache. The result has
-    q's shape and dtype.
+    """Compute causal attention for one prompt chunk, whose keys and values must already be in the cache. The
+    result has q's shape and dtype.
 
     q: `[tokens, heads, head_dim]`, at positions context, context + 1, ….
     block_table: `[columns]` int64, covering context + tokens positions.

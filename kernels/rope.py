@@ -65,7 +65,8 @@ def yarn_frequencies(
 ) -> torch.Tensor:
     """Return the frequencies of YaRN (Peng et al. 2023), also called "NTK by parts". Dimensions that rotate
     more than `beta_fast` times within the original length keep their frequency. Those that rotate fewer than
-    `beta_slow` times are interpolated. Between these limits, the two are blended along a linear ramp."""
+    `beta_slow` times are interpolated. Between these limits, the original and the interpolated frequency are
+    blended along a linear ramp."""
 
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))

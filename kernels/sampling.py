@@ -316,8 +316,8 @@ def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor)
     ranked = logits.sort(dim=1, descending=True).values
     probabilities = ranked.softmax(dim=1)
     before = probabilities.cumsum(dim=1) - probabilities
-    # `before` increases monotonically except for rounding, so the number of entries below top_p is the size
-    # of the nucleus.
+    # `before`, the total probability of all more likely tokens, never decreases except by rounding. The
+    # number of its entries below top_p is therefore the size of the nucleus.
     size = (before < top_p.unsqueeze(1)).sum(dim=1).clamp_(min=1)
     lowest = ranked.gather(1, (size - 1).unsqueeze(1))
     return scores.masked_fill_(logits < lowest, -torch.inf)

@@ -27,7 +27,7 @@ _MIN_BLOCK = 128
 
 
 def block_words(words: int) -> int | None:
-    """Return how many words of a row form one item, or None if rows of this length cannot be sent.
+    """Return how many words of a row are sent as one item, or None if rows of this length cannot be sent.
 
     words: length of a row in 32-bit words.
     """

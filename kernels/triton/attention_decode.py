@@ -59,7 +59,7 @@ class DecodeConfig:
     """The decode attention kernel's launch parameters."""
 
     items: int
-    """Number of programs per KV head. This is also the maximum total number of splits, and must be at least
+    """Number of programs per KV head. This is also the maximum total number of splits. It must be at least
     the number of sequences."""
     stages: int
     """Number of pipeline stages in the loop over pages. Page numbers and tiles are each prefetched
@@ -73,8 +73,8 @@ class DecodeConfig:
     """Sequences with at most this many pages are not split, because reading the pages in one program is
     faster than combining splits."""
     early: bool = False
-    """Whether a program loads its first page before the qkv GEMM ends. Applies only with a `Rotation`. The
-    GEMM does not change this page, but the page then occupies registers for longer."""
+    """Whether a program loads its first page before the qkv GEMM ends. Used only with a `Rotation`. The GEMM
+    does not change this page, but loading it early occupies registers for longer."""
 
 
 def config_for(
@@ -121,8 +121,8 @@ def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
 
 
 def config_on(keys: torch.Tensor, sequences: int, group: int) -> DecodeConfig:
-    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on the GPU that holds it.
-    group: number of query heads per KV head."""
+    """Return decode attention's launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on the GPU
+    that holds it. group: number of query heads per KV head."""
     _, kv_heads, _, head_dim = keys.shape
     multiprocessors = multiprocessors_of(keys.device)
     return config_for(sequences, kv_heads, group, head_dim, keys.element_size(), multiprocessors)

@@ -136,8 +136,9 @@ def _prefill_kernel(
     # Rows past the last token may have no visible key. Such rows contain NaN and are not stored.
     acc = acc / total[:, None]
     if REREAD:
-        # Reload these values, because keeping them would leave too few registers for the loop. The different
-        # cache modifier keeps the compiler from merging these loads with the earlier ones.
+        # Reload the tile's first token and token count, because keeping them would leave too few registers
+        # for the loop. The different cache modifier keeps the compiler from merging these loads with the
+        # earlier ones.
         count = tl.load(record + 1, cache_modifier=".ca")
         token = (tl.load(record, cache_modifier=".ca") + row // HEADS).to(tl.int64)
         real = (row < count * HEADS)[:, None]
@@ -197,8 +198,8 @@ EXPAND_FROM = 64
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Describes how a pass reads an FP8 cache. The three lists are copied to the device and are valid for
-    every layer with the same attention window."""
+    """Describes how a pass reads an FP8 cache. The three lists, of pages and tiles, are copied to the device
+    and are valid for every layer with the same attention window."""
 
     pages: np.ndarray
     """Pages to expand, as (slot, block-table column) pairs: `[pages, 2]` int32. `expand` writes page i to
@@ -328,8 +329,8 @@ class PrefillConfig:
 
 
 def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
-    """Return the launch parameters. direct: whether the kernel reads an FP8 pool. expanded: whether it reads
-    the scratch pool.
+    """Return the prefill attention kernel's launch parameters. direct: whether the kernel reads an FP8 pool.
+    expanded: whether it reads the scratch pool.
 
     Two programs run per multiprocessor, so that one can compute its softmax while the other uses the tensor
     cores. With 8 warps each, this leaves at most 128 registers per thread, so the compiled code waits for

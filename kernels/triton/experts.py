@@ -28,7 +28,7 @@ reads the router's matrix once per token."""
 
 @dataclass(frozen=True, slots=True)
 class ChosenValues:
-    """The `ExpertActivation.values` that these kernels produce and read."""
+    """The GPU kernels' format of `ExpertActivation.values`."""
 
     values: torch.Tensor
     """Results of `silu(gate) × up`: [tokens × top_k, intermediate], sorted by expert if `by_expert` is given,
@@ -42,7 +42,7 @@ class ChosenValues:
 
 
 def shape_of(experts: Experts) -> ExpertsShape:
-    """Return the sizes that determine a layer's plans."""
+    """Return the sizes of an MoE layer that determine which plans it uses."""
     (weight, _), (every, hidden) = _parts(experts.gate_up), experts.router.shape
     return ExpertsShape(weight.dtype, every, experts.top_k, hidden, weight.shape[1] // 2, len(weight))
 

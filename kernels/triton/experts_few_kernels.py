@@ -272,7 +272,7 @@ def _up_dot(
         row = tl.arange(0, ROWS)
         xs = x + row[:, None] * K + k[None, :]
         if SCALED:
-            # Load the scales before computing the products, so that the two overlap.
+            # Load the scales before computing the products, so that the loads overlap with the products.
             of_token = tl.load(x_scale + row, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
         acc = _multiply(weights, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)

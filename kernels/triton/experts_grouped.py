@@ -15,16 +15,16 @@ from kernels.triton.linear_rows import gated, weight_rows
 
 @triton.jit
 def _group(groups, group, count):
-    """Return a group's expert, its first position, and the end of the expert's positions. For a number past
-    the last group, return the last group."""
+    """Return a group's expert, the group's first position in the sorted choices, and the end of the expert's
+    positions there. A number past the last group selects the last group."""
     at = groups + 4 * (1 + tl.maximum(tl.minimum(group, count - 1), 0))
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
 def _choices(order, first, end, total, ROWS: tl.constexpr):
-    """Return the indices of the choices (pairs of token and expert) that the group starting at `first`
-    computes. Rows past the expert's last choice repeat that choice."""
+    """Return the indices of the (token, expert) choices in the group that starts at position `first`. All of
+    them are for the same expert. Rows past this expert's last choice repeat that choice."""
     place = tl.minimum(first + tl.arange(0, ROWS), end - 1)
     return tl.load(order + tl.maximum(tl.minimum(place, total - 1), 0))
 
@@ -52,8 +52,8 @@ def _grouped(
     PDL: tl.constexpr,
 ):
     """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. With UP, x has one row per token,
-    and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
-    results are written in the original order of the choices.
+    and the results of SwiGLU are written in the sorted order. Otherwise, x has one row per choice in the
+    sorted order, and results are written in the original order of the choices.
 
     While computing a tile's products, the program already loads the scales, the next tile's choices, and the
     group of the tile after that, unless the tile's sums need most of the registers.

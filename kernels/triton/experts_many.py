@@ -162,7 +162,7 @@ def down(
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """Return `down(x)` in the order of the choices: `[tokens × top_k, hidden]` in the model's dtype.
+    """Return `down(x)` in the original order of the choices: `[tokens × top_k, hidden]` in the model's dtype.
 
     x: `[tokens × top_k, intermediate]` in the order of `by_expert`, in the weight's dtype; if it is
       quantised, x_scale is `[tokens × top_k, 1]`.
@@ -315,7 +315,8 @@ def _place(
     PDL: tl.constexpr,
 ):
     """Write the CHOICES choices of a block of tokens to their sorted positions. Every program adds up all
-    blocks' counts, SUMMED blocks at a time. The first and last programs write the groups."""
+    blocks' counts, SUMMED blocks at a time. The first and last programs also write the groups for `up` and
+    `down`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -20,7 +20,7 @@ _REGISTERS, _MAX_REGISTERS = 1 << 16, 255
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """Describes how one of the experts' kernels is divided into programs."""
+    """Describes how a kernel that computes experts is divided into programs."""
 
     form: Literal["gemv", "stream", "dot", "grouped"]
     """The kernel variant. In `gemv`, a program multiplies weight rows of one chosen expert by one token on

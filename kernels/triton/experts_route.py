@@ -220,7 +220,8 @@ def _allocate(x: torch.Tensor, top_k: int, values: torch.dtype | None) -> Routed
 
 
 def _check(x: torch.Tensor, norm_weight: torch.Tensor, router: torch.Tensor, top_k: int) -> int:
-    """Return the number of experts. Raises ValueError if the arguments do not match."""
+    """Check the router's arguments and return the number of experts. Raises ValueError if shapes, dtypes or
+    strides do not match."""
     experts, hidden = router.shape
     if x.shape[1:] != (hidden,) or norm_weight.shape != (hidden,):
         raise ValueError(
@@ -417,7 +418,8 @@ def _choose(
     for split in tl.static_range(SPLITS):
         of_token = (tl.cast(split, tl.int64) * tokens + token)[:, None] * ALL
         logit += tl.load(parts + of_token + index[None, :], mask=inside, other=0.0)
-    # A NaN fails the comparison. Adding zero makes a negative zero positive.
+    # Replace NaN, which fails the comparison, with the lowest logit. Adding zero makes a negative zero
+    # positive.
     logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
     # Map the logits to integers that sort in the same order, because the GPU can find the largest integer of
     # 32 threads in one instruction.

@@ -195,8 +195,8 @@ def _up_stream(
             eight, _ = gl.broadcast(one, gl.zeros([WARPS, STEP, 8], gl.float16, layout=in_x))
             acc = mma_v2(tiles[step].to(gl.float16), eight, acc)
 
-        # All eight rows are equal, so only one is stored. Each thread holds both the gate and the up value of
-        # a column.
+        # All eight rows of the result are equal, so only one is stored. Each thread holds both the gate and
+        # the up value of a column.
         dtype: gl.constexpr = out.dtype.element_ty
         total = gl.convert_layout(gl.sum(acc, axis=0), pairs) * scale[:, None]
         gate, up = gl.split(gl.permute(gl.reshape(total, [BLOCK_N // 2, 2, 8]), [0, 2, 1]))

@@ -340,7 +340,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.T
 
 
 def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, extras: FusedOps) -> None:
-    """Raise ValueError if this GEMM cannot share a norm with these arguments."""
+    """Raise ValueError if these arguments do not allow the GEMM to share a norm."""
     rows, columns = x.shape[0], weight.shape[0]
     if plan is None or not plan.tiled:
         raise ValueError(f"only 'dot' and 'tiles' plans can share a norm; this GEMM uses {plan or 'cuBLAS'}")

@@ -106,9 +106,9 @@ def launch_dot(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
-    both have scales. x must already be normalised, except for its tokens' norm
-    factors if `fused.squares` is given: this GEMM then applies the factors to its results."""
+    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype; for e4m3, both
+    have scales. x must already be normalised unless `fused.squares` is given: x then contains a deferred
+    norm's values, and this GEMM multiplies its results by each token's factor."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]

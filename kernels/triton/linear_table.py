@@ -21,7 +21,7 @@ from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans
 from kernels.triton.linear_plans import GemmPlan
 
 FOLDER = Path(__file__).resolve().parents[1] / "tuned"
-"""Folder with the shipped tables."""
+"""Folder with the shipped tables of GEMM measurements."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 """Supported weight dtypes, keyed by their names in tuned tables."""
@@ -147,22 +147,22 @@ class Table:
 
 
 def table_path(gpu: str) -> Path:
-    """Return the path of a GPU's table. The file name is derived from the GPU name reported by the driver:
-    "NVIDIA H200" becomes `nvidia-h200.json`."""
+    """Return the path of a GPU's table of GEMM measurements. The file name is derived from the GPU name
+    reported by the driver: "NVIDIA H200" becomes `nvidia-h200.json`."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
 def load_table(gpu: str, shared_bytes: int = linear_plans.HOPPER_SHARED) -> Table:
-    """Load the table shipped for a GPU, or return an empty table if none is shipped. `shared_bytes` is the
-    GPU's shared memory per program. Raises TableError if the table is invalid."""
+    """Load the GEMM measurements shipped for a GPU. If none are shipped, return an empty table.
+    `shared_bytes` is the GPU's shared memory per program. Raises TableError if the table is invalid."""
     path = table_path(gpu)
     table = read_table(path) if path.exists() else Table(gpu)
     return replace(table, shared_bytes=shared_bytes)
 
 
 def read_table(path: Path) -> Table:
-    """Read a table from a file. Raises TableError if the file is not a table or contains a plan that no
-    kernel supports."""
+    """Read a table of GEMM measurements from a file. Raises TableError if the file is not a table or contains
+    a plan that no kernel supports."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:

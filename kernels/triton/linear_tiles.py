@@ -39,9 +39,9 @@ def launch_tiles(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
-    both have scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's
-    values, and this GEMM multiplies its result by each token's factor."""
+    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype; for e4m3, both
+    have scales. x must already be normalised unless `fused.squares` is given: x then contains a deferred
+    norm's values, and this GEMM multiplies its results by each token's factor."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
@@ -112,7 +112,7 @@ def _signal(text: gl.constexpr):
 @gluon.constexpr_function
 def _to_store(width, rows, warps):
     """Return the layout for storing a tensor `[width, rows, 2]`. Adjacent threads hold adjacent columns, and
-    each thread holds both halves of the last dimension."""
+    each thread holds both elements of the last dimension."""
     vector = min(8, max(1, width * rows // (32 * warps)))
     lanes = min(32, width // vector)
     return gl.BlockedLayout([vector, 1, 2], [lanes, 32 // lanes, 1], [1, warps, 1], [2, 0, 1])

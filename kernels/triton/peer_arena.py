@@ -68,14 +68,14 @@ class Arena:
 
 def stop_words(host_address: int, device: torch.device) -> torch.Tensor:
     """Return two words that let the host stop all polling on a device: [2] int64 on the device. The first is
-    the flag. The second is the address of an int32 word in page-locked host memory, which the host sets to 1
-    to stop polling."""
+    the flag that polling kernels check. The second is the address of an int32 word in page-locked host
+    memory. The host sets this word to 1 to stop polling."""
     return torch.tensor([0, host_address], dtype=torch.int64, device=device)
 
 
 def arena_words(world: int, items: int) -> int:
     """Return the size of an arena in 32-bit words. Every word must be set to EMPTY_WORD before the first
-    call."""
+    message is exchanged."""
     return PROGRAMS * 2 * world * items * REGION_BLOCK
 
 
@@ -154,9 +154,11 @@ def begin_call(
 ):
     """Wait for the results of earlier kernels and select the half of the program's region for this call.
 
-    Returns four values: the number of earlier calls; the address in this rank's arena at which the words from
-    rank 0 arrive; the address to which this rank's words are written, relative to the start of a peer's
-    arena; and the number of bytes from one rank's words to the next.
+    Returns four values:
+    - the number of earlier calls,
+    - the address in this rank's arena at which the words from rank 0 arrive,
+    - the address to which this rank's words are written, relative to the start of a peer's arena,
+    - the number of bytes from one rank's words to the next.
     """
     own = gl.load(addresses + RANK)
     if PDL:
@@ -186,7 +188,7 @@ def send_to_peers(addresses, sent, words, RANK: gl.constexpr, WORLD: gl.constexp
 
 @gluon.jit
 def receive(address, stop):
-    """Wait until words have arrived, replace them with the reserved value, and return them."""
+    """Wait for words to arrive, return them, and overwrite them in the arena with the reserved value."""
     words = poll(address, stop)
     send(address, words * 0 + EMPTY)
     return words

@@ -248,8 +248,8 @@ def decide_kernel(
         next_count = tl.sum(tl.load(at_above + 3 * plane, mask=counted, other=0.0), axis=0)
         kept = (count < limit) & (mass < target)
         next_kept = (next_count < limit) & (next_mass < target)
-        # If both top-k and top-p apply, top-p limits a share of the probability mass that top-k keeps. That
-        # mass is not known yet.
+        # If both top-k and top-p are set, top-p refers to the probability mass that top-k keeps, which is not
+        # known yet.
         single = (by_count & by_mass) == 0
         known = single & (next_best > float("-inf"))
         take = single & (kept & (logit >= lowest))
@@ -295,9 +295,9 @@ def _settle_few(
     """Sample a row with a small top-k. Return whether the row is finished, the best score and its token.
 
     At least k tokens reach the k-th largest of the groups' maximum logits, so top-k keeps only tokens that
-    reach it. These tokens are collected and compared with each other. For each of them, this gives the count
-    and mass of the tokens that are more likely. The row stays unfinished if ties make the lists too long
-    (more than FEW groups or 2 × FEW tokens).
+    reach this value. All such tokens are collected and compared with each other. For each of them, this gives
+    the count and mass of the tokens that are more likely. The row stays unfinished if ties make the lists too
+    long (more than FEW groups or 2 × FEW tokens).
     """
     group = tl.arange(0, GROUPS)
     highest = tl.load(groups + group, mask=group < row_groups, other=float("-inf"))

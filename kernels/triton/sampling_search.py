@@ -68,7 +68,7 @@ def settle_kernel(
     key = noise_key(tl.load(noise_base + table_row), tl.load(positions + i))
 
     # If both top-k and top-p apply, first find the boundary of top-k, because top-p refers to the mass above
-    # it.
+    # that boundary.
     outside = count >= limit
     low = tl.where(outside, logit, float("-inf"))
     high = tl.where(outside, largest, logit)

@@ -9,8 +9,8 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Row counts measured by the tuner. The result for an entry also applies to all row counts between the
-previous entry and this one."""
+"""Row counts measured by the tuner. Each result is also used for the row counts between the previous entry
+and this one."""
 
 _MANY = 16384
 """Minimum number of outputs for which a GEMM is assumed to need many waves of programs."""

@@ -26,8 +26,8 @@ Replay = Callable[[Sequence[int]], list[float]]
 run in microseconds."""
 
 ENOUGH = 0.003
-"""Minimum relative gain. The search stops after a round that gains less than this, and keeps the original
-plans if the total gain is below it."""
+"""Minimum relative gain. The search stops after a round with a smaller gain. If the total gain is smaller,
+the original plans are kept."""
 NOISE = 0.001
 """Expected relative difference between two medians measured for the same plans in interleaved runs."""
 
