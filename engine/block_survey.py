@@ -1,8 +1,8 @@
 """Surveys the KV blocks, so that operators can see each block's state, owner and age.
 
-A survey reads the tables of all open submissions, which takes milliseconds for a large pool. It is therefore
-divided into short slices, which the step loop runs when it would otherwise wait for the device. A block may
-change owners between slices.
+A survey reads the block tables of all open submissions, which takes milliseconds for a large pool. It is
+therefore divided into short slices, which the step loop runs when it would otherwise wait for the device. A
+block may change owners between slices.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, 
 
 CEILINGS: dict[str, Ceilings] = {
     "NVIDIA H200": _H200,
-    # These rates are estimates. The bandwidth assumes that an H100 reaches the same fraction of its data
+    # The H100's rates are estimates. The bandwidth assumes that an H100 reaches the same fraction of its data
     # sheet value (3.35 TB/s) as an H200 does (4.8 TB/s). The compute rates are the H200's, because the data
     # sheets list the same multiprocessor count and compute rates for both.
     "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
@@ -74,7 +74,7 @@ def expected_experts(experts: ExpertsConfig, tokens: int) -> float:
 
 
 def _expert_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters in one routed expert per layer, summed over all layers with experts."""
+    """Return the total number of parameters in one routed expert of every layer that has experts."""
     assert config.experts is not None
     each = 3 * config.hidden_size * config.experts.intermediate_size
     return config.layer_kinds.count(EXPERTS) * each

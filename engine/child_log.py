@@ -19,7 +19,7 @@ import msgspec
 from engine.logs import COPY_DESCRIPTOR, CopiedRecord
 
 READ_BYTES = 1 << 16
-"""Maximum number of bytes per read."""
+"""Maximum number of bytes per read from a child's log."""
 _PAUSE_S = 0.1
 """Pause, in seconds, after reading `READ_BYTES` bytes. It keeps a child with excessive log output from
 monopolising the event loop."""
@@ -43,7 +43,8 @@ class ChildLog:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for the child. The child must also inherit `descriptor`."""
+        """Environment variables that make the child copy its log to the pipe. The child must also inherit
+        `descriptor`."""
         return {COPY_DESCRIPTOR: str(self.descriptor)}
 
     def listen(self) -> None:
@@ -88,7 +89,7 @@ class ChildLog:
         except BlockingIOError:
             return -1
         *lines, rest = (self._unread + chunk).split(b"\n")
-        # Records are much shorter than this, but an untrusted child could send an endless line.
+        # Records are much shorter than READ_BYTES, but an untrusted child could send an endless line.
         self._unread = rest[:READ_BYTES]
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):

@@ -38,8 +38,8 @@ def fp8_block(part: int) -> int:
 
 
 class ModelError(Exception):
-    """Raised if a model cannot be loaded with the given settings. `cause` says why, with the values,
-    and `remedy` says what to do."""
+    """Raised if a model cannot be loaded with the given settings. `cause` gives the reason and the values
+    involved, and `remedy` says what to do."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause, remedy)
@@ -77,7 +77,7 @@ class RopeConfig:
     kind: RopeKind = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    """Maximum sequence length of the original training, without scaling. Used by llama3 and yarn."""
+    """Maximum sequence length in the original training, without scaling. Used by llama3 and yarn."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -110,7 +110,7 @@ class ExpertsConfig:
     width_field: str = "moe_intermediate_size"
     """Name of the `config.json` field that gives `intermediate_size`, for error messages."""
     whole: bool = False
-    """Whether each rank has a subset of whole routed experts (expert parallelism), instead of a slice of
+    """Whether each rank holds a subset of whole routed experts (expert parallelism), instead of a slice of
     every expert. The shared expert is always split."""
 
 
@@ -124,7 +124,7 @@ class ExpertsShard:
     width: int
     """Width of the rank's slice of each expert."""
     start: int
-    """Offset of the slice within the expert's full width."""
+    """Offset of the rank's slice within the expert's full width."""
 
 
 class MlpWidth(NamedTuple):
@@ -156,10 +156,11 @@ class Shard:
     first_kv_head: int
     intermediate: int
     vocab: int
-    """Number of this rank's rows in the embedding, and also in the output matrix. Includes padding. All ranks
-    have the same number."""
+    """Number of this rank's rows in the embedding, and also in the output matrix. The number includes padding
+    and is the same on all ranks."""
     vocab_real: int
-    """Number of these rows that are not padding. Less than `vocab` only on the last ranks."""
+    """Number of this rank's vocabulary rows that are not padding. Less than `vocab` only on the last
+    ranks."""
     first_vocab: int
 
     def part(self, width: int) -> int:
@@ -167,8 +168,8 @@ class Shard:
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return `part`, the width of this rank's slice, or 0 if there is only one rank and the tensor is not
-        sliced."""
+        """Return `part`, the width of this rank's slice, or 0 if the tensor is not sliced because there is
+        only one rank."""
         return part if self.size > 1 else 0
 
     def experts(self, config: ExpertsConfig) -> ExpertsShard:
@@ -329,7 +330,7 @@ class ModelConfig:
 
     @property
     def _whole_experts(self) -> int:
-        """Number of routed experts per layer if each rank has whole experts, otherwise 0."""
+        """Number of routed experts per layer if each rank holds whole experts, otherwise 0."""
         return self.experts.count if self.experts is not None and self.experts.whole else 0
 
     def shard(self, size: int, rank: int) -> Shard:

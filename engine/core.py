@@ -48,7 +48,7 @@ class PlanChannels(Protocol):
 
 
 class StepRunner(Protocol):
-    """Executes plans in launch order."""
+    """Executes step plans in launch order."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep: ...
 
@@ -155,8 +155,8 @@ class EngineCore:
         """
         scheduled = None if self.paused else self.scheduler.schedule()
         if scheduled is not None:
-            # Measure from the start of the launch, because the device starts as soon as the first kernel is
-            # launched. For a step with prompts, the host takes 15 to 20 ms to launch all kernels.
+            # Measure the step from the start of its launch, because the device starts as soon as the first
+            # kernel is launched. For a step with prompts, the host takes 15 to 20 ms to launch all kernels.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)
@@ -172,7 +172,7 @@ class EngineCore:
         return StepResult(self._collected, outputs, finished, self._credits != before, timing)
 
     def change_memory(self, plan: MemoryPlan) -> None:
-        """Send `plan` to the other ranks. No step may be in flight."""
+        """Send the other ranks a plan to release or restore memory. No step may be in flight."""
         if self.plans is not None:
             self.plans.send(plan)
             self.plans.flush(plan.step)
@@ -206,8 +206,8 @@ class EngineCore:
         return StepTiming(oldest.scheduled.plan, step_ms, idle_us, plan_us)
 
     def take_longest_step(self) -> LongestStep | None:
-        """Return the longest step that contained decodes since the previous call, or None if there was
-        none."""
+        """Return the longest step with decodes that was collected since the previous call, or None if there
+        was none."""
         longest, self._longest = self._longest, None
         return longest
 

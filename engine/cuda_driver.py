@@ -95,7 +95,7 @@ class CudaDriver:
             self._functions[name].restype = c_int
         self._context = c_void_p()
         with torch.cuda.device(device):
-            torch.zeros(1, device=device)  # creates the context on first use of the GPU
+            torch.zeros(1, device=device)  # creates the CUDA context on first use of the GPU
             self._call("cuCtxGetCurrent", byref(self._context))
         number, supported = c_int(), c_int()
         # Like torch, the driver numbers only the GPUs in CUDA_VISIBLE_DEVICES.
@@ -119,7 +119,7 @@ class CudaDriver:
         return address.value
 
     def free_addresses(self, address: int, nbytes: int) -> None:
-        """Return a range to the driver. No memory may be mapped in it."""
+        """Return an address range to the driver. No memory may be mapped in the range."""
         self._call("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int) -> int:

@@ -51,8 +51,8 @@ class DeviceArena:
         self._base = driver.reserve(self._limit)
         self._allocated = 0
         self._size = 0
-        """Number of bytes at the start of the range that have physical memory unless the arena is
-        released."""
+        """Number of bytes, from the start of the range, that are backed by physical memory unless the arena
+        is released."""
         self._mapped: list[tuple[int, int, int]] = []
         """Address, size and handle of each mapped piece."""
         # The finaliser must not refer to the arena, or the arena would never be deleted.
@@ -71,7 +71,7 @@ class DeviceArena:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor. Must not be called while the memory is released. Raises
-        torch.OutOfMemoryError."""
+        torch.OutOfMemoryError if the memory or the address range is too small."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             raise ValueError(f"cannot allocate a tensor of shape {shape}: it has no elements")
@@ -86,7 +86,7 @@ class DeviceArena:
         return self._driver.tensor(self._base + start, nbytes, self).view(dtype).view(shape)
 
     def growing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor that begins at the start of the range, which must contain no other tensor. Only the
+        """Return a tensor that begins at the start of the arena, which must contain no other tensor. Only the
         part that `grow` has backed with physical memory may be accessed. Call `grow` first, because torch
         determines an address's device from the memory mapped there."""
         return (
@@ -94,9 +94,9 @@ class DeviceArena:
         )
 
     def grow(self, nbytes: int) -> torch.Tensor | None:
-        """Back the first `nbytes` bytes of the range with physical memory. Returns the new memory ([bytes]
+        """Back the first `nbytes` bytes of the arena with physical memory. Returns the new memory ([bytes]
         uint8, uninitialised), or None if all of these bytes were already backed. Raises
-        torch.OutOfMemoryError."""
+        torch.OutOfMemoryError if the device has too little free memory."""
         missing = self.missing_bytes(nbytes)
         if not missing:
             return None
@@ -116,8 +116,8 @@ class DeviceArena:
             yield self._driver.tensor(address, nbytes, self)
 
     def release(self) -> int:
-        """Release the physical memory and its contents, and return its size in bytes. The device must not
-        access the arena until `restore` has been called."""
+        """Release the physical memory and return its size in bytes. The contents are lost. The device must
+        not access the arena until `restore` has been called."""
         freed = self.mapped_bytes
         _unmap(self._driver, self._mapped)
         return freed
@@ -125,7 +125,7 @@ class DeviceArena:
     def restore(self) -> Iterator[torch.Tensor]:
         """Map new, uninitialised memory at the arena's addresses. Yields each piece (see `pieces`) as soon as
         it is mapped, so that the caller can fill it while the next one is mapped. Raises
-        torch.OutOfMemoryError, after which the caller must call `release`.
+        torch.OutOfMemoryError if the device has too little free memory; the caller must then call `release`.
         """
         for address, nbytes in self._ranges():
             self._map(address, nbytes)

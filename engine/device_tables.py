@@ -116,8 +116,8 @@ class SlotTables:
             self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)
         if plan.blocks:
-            # If an entry occurs several times in the plan, the last value must win. The device writes
-            # duplicate indices in no defined order, so all duplicates are sent with the last value.
+            # If a block table entry occurs several times in the plan, the last value must win. The device
+            # writes duplicate indices in no defined order, so all duplicates are sent with the last value.
             changes = np.array(plan.blocks, dtype=np.int64).T.copy()
             slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
@@ -134,7 +134,8 @@ class SlotTables:
     # ── the input of a step ──────────────────────────────────────────────────────────────────────
 
     def step_batch(self, plan: StepPlan) -> StepBatch:
-        """Return the step's input and advance the host's copy of the lengths. Call `apply(plan)` first."""
+        """Return the step's input and advance the host's copy of the sequence lengths. Call `apply(plan)`
+        first."""
         decodes = len(plan.decodes)
         self._lengths_host[plan.decodes] += 1
         for chunk in plan.chunks:
@@ -291,7 +292,7 @@ class SlotTables:
 
 
 def chunk_results(forward: ForwardInput) -> list[int]:
-    """For each prefill chunk, return the result row of its last token."""
+    """Return the index of the result row of each prefill chunk's last token."""
     decodes, spans = len(forward.attention.slots), forward.attention.chunks
     if forward.logits_attention is not None:
         return list(range(decodes, decodes + len(spans)))

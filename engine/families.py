@@ -56,9 +56,9 @@ class _Family:
     qk_norm: bool
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None
-    """Default for head_dim. None selects hidden_size / num_attention_heads."""
+    """Default value of `head_dim`. None selects hidden_size / num_attention_heads."""
     kv_heads: int | None = None
-    """Default for num_key_value_heads. None selects num_attention_heads."""
+    """Default value of `num_key_value_heads`. None selects num_attention_heads."""
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0

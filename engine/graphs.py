@@ -100,7 +100,7 @@ class DecodeGraphs:
         self._current = list(slots)
 
     def forward(self) -> torch.Tensor:
-        """Run the forward pass for the current slots, and return their logits: `[slots, vocabulary on this
+        """Run the forward pass for the current slots and return their logits: `[slots, vocabulary on this
         rank]`. The next pass overwrites the result."""
         self._passes[self._size(len(self._current))].replay()
         return self._logits[: len(self._current)]

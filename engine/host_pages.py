@@ -10,7 +10,7 @@ import torch
 
 def map_pages(nbytes: int) -> torch.Tensor:
     """Return `nbytes` bytes of new host memory, in huge pages if the kernel supports them: [nbytes] uint8.
-    Page-locking them is five times as fast as torch's `pin_memory`, and can be undone. Creating the tensor
+    Page-locking them is five times as fast as torch's `pin_memory` and can be undone. Creating the tensor
     takes almost no time, because each page is allocated when first written. Raises OSError if the process may
     not map that much memory.
     """
@@ -21,8 +21,8 @@ def map_pages(nbytes: int) -> torch.Tensor:
 
 
 def lock_pages(host: torch.Tensor) -> None:
-    """Page-lock host memory for GPU access. This is faster if the pages have already been written. Raises
-    torch.AcceleratorError."""
+    """Page-lock host memory for GPU access. Locking is faster if the pages have already been written. Raises
+    torch.AcceleratorError if the memory cannot be locked."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
 
 

@@ -31,19 +31,20 @@ class RankKvCache:
         rank_memory: RankMemory,
         max_model_len: int,
     ) -> None:
-        """`sizes` is the rank's predicted memory use. `max_model_len` is the configured length, or the
-        largest possible one if none is configured."""
+        """Create the cache without allocating memory. `sizes` is the rank's predicted memory use.
+        `max_model_len` is the configured length, or the largest possible one if none is configured."""
         self.max_model_len = max_model_len
         self.blocks = 0
         self.pools: list[KvPool] = []
-        """One pool per layer. Before `grow`, only block 0 may be accessed."""
+        """KV pools, one per layer. Before `grow`, only block 0 may be accessed."""
         self._decoder, self._spec, self._sizes, self._memory = decoder, spec, sizes, rank_memory
         on_gpu = decoder.device.type == "cuda"
         self._grows = on_gpu and spec.kv_blocks is None and rank_memory.can_grow
 
     def allocate(self, progress: ProgressCallback) -> None:
-        """Allocate the cache, or reserve addresses for the largest cache that could fit. Raises PoolTooSmall,
-        and PoolTooLarge if a configured number of blocks does not fit."""
+        """Allocate the cache, or reserve addresses for the largest cache that could fit. Raises PoolTooSmall
+        if the cache cannot hold a sequence of maximum length, and PoolTooLarge if a configured number of
+        blocks does not fit."""
         if self._grows:
             most = self._least_over_ranks(self._spare_bytes() // self._sizes.kv_bytes_per_block)
             self._set_blocks(most)
@@ -57,7 +58,7 @@ class RankKvCache:
     def grow(self, progress: ProgressCallback) -> None:
         """Give the GPU's remaining memory to the cache, unless the number of blocks is configured. Every kind
         of step must have run, so that torch's allocator and the CUDA graphs already hold all the memory they
-        need. Raises PoolTooSmall."""
+        need. Raises PoolTooSmall if the cache cannot hold a sequence of maximum length."""
         if not self._grows:
             return
         fitting = min(self._memory.blocks_within(self._spare_bytes()), self.blocks)
@@ -111,7 +112,7 @@ class RankKvCache:
             raise memory.too_large(self.blocks, per_block, ranks, available)
         try:
             return self._decoder.allocate_kv(self.blocks, self._memory.zeroed_kv)
-        except OSError as error:  # a process limit (ulimit -v), or strict overcommit accounting
+        except OSError as error:  # the cause is ulimit -v or strict overcommit accounting
             raise memory.PoolTooLarge(
                 f"kv_blocks is {self.blocks}: this process cannot map {needed} bytes for the KV cache "
                 f"({error.strerror}): raise its limits (ulimit -v), or lower kv_blocks"

@@ -60,7 +60,8 @@ def module_environment() -> dict[str, str]:
 
 
 def run_module(module: str, question: bytes, timeout_s: float) -> bytes:
-    """Run a module in a new interpreter with `question` on standard input, and return its standard output.
+    """Run a module in a new interpreter with `question` on standard input and return the module's standard
+    output.
 
     Raises OSError if the process cannot be started, subprocess.TimeoutExpired after `timeout_s`, and
     subprocess.CalledProcessError if the process fails.
@@ -78,11 +79,11 @@ def run_module(module: str, question: bytes, timeout_s: float) -> bytes:
 def spawn_rank(
     module: str, gpus: tuple[str, ...] = (), log: ChildLog | None = None
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
-    """Start `python -m module` as a rank's process, and return the process and the channel to it. `gpus`
-    lists the UUIDs of all ranks' GPUs. The process sees exactly these GPUs, because each rank accesses the
-    memory of the other ranks' GPUs. If the list is empty, all GPUs stay visible. `log` receives a copy of the
-    rank's log. The operating system kills the rank when the calling thread ends. Raises OSError if the
-    process cannot be started.
+    """Start `python -m module` as a rank's process and return the process and the channel to it. `gpus` lists
+    the UUIDs of all ranks' GPUs. The process sees exactly these GPUs, because each rank accesses the memory
+    of the other ranks' GPUs. If the list is empty, all GPUs stay visible. `log` receives a copy of the rank's
+    log. The operating system kills the rank when the calling thread ends. Raises OSError if the process
+    cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
@@ -119,7 +120,7 @@ def remove_rendezvous(spec: ReplicaSpec) -> None:
 
 
 class _Rank:
-    """A rank's process, and the channel to it."""
+    """A rank's process and the channel to it."""
 
     def __init__(
         self, rank: int, process: subprocess.Popen[bytes], channel: Channel[RankOutbound], log: ChildLog
@@ -172,8 +173,8 @@ class ReplicaGroup:
         return [rank.process.pid for rank in self._ranks]
 
     def attach_front(self, front: str) -> int:
-        """Create a data channel between a front process and rank 0, and return the file descriptor for the
-        front's end. The caller must send the descriptor to the front, then close it.
+        """Create a data channel between a front process and rank 0. Returns the file descriptor of the
+        front's end, which the caller must send to the front and then close.
         """
         ours, theirs = socketpair()
         self._ranks[0].channel.send(Attach(front), (theirs.fileno(),))
@@ -276,7 +277,7 @@ class ReplicaGroup:
             reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
         # A rank that loses a peer also exits, and on a busy machine its exit may be detected first. Only a
-        # rank that was killed by a signal is certain to be the cause.
+        # rank that was killed by a signal is certain to be the cause of the failure.
         if rank.returncode < 0:
             self._reason = self._reason or reason
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
@@ -302,7 +303,7 @@ def _is_stopped(rank: _Rank) -> bool:
     """Return whether a rank's process is currently stopped by a signal."""
     try:
         stop = os.waitid(os.P_PID, rank.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # already reaped
+    except ChildProcessError:  # the process has already been reaped
         return False
     return stop is not None
 

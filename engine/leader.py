@@ -60,7 +60,8 @@ class LeaderLoop:
         self._disconnected_fronts: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._register(control, self._read_control)
-        # `run` polls `sleeping` after every wait, so this descriptor is only needed to end the wait.
+        # `run` polls `sleeping` after every wait, so the descriptor of `sleeping` is only needed to end a
+        # wait.
         self._selector.register(sleeping, selectors.EVENT_READ)
         self._stopping = False
         self._reported_at = 0.0

@@ -50,8 +50,8 @@ def _tier(level: int) -> int:
 
 
 TIERS = [_tier(level) for level in range(LEVELS)]
-"""Each level's tier: 0 for urgent levels, which may use reserved slots; 1 for the other levels of classes 0
-and 1; 2 for classes 2 and 3."""
+"""Each level's tier. Tier 0 contains the urgent levels, which may use reserved slots. Tier 1 contains the
+other levels of classes 0 and 1, and tier 2 the levels of classes 2 and 3."""
 
 
 def _first_victim(level: int) -> int:

@@ -101,8 +101,8 @@ class LineQueue(QueueHandler):
     def __init__(
         self, formatter: logging.Formatter, descriptor: int = STDERR, reader: str = "standard error"
     ) -> None:
-        """`reader` is used in reports about dropped lines: it names the process or device that reads the
-        descriptor."""
+        """Create an empty queue. `reader` names the process or device that reads the descriptor, for reports
+        about dropped lines."""
         self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
         super().__init__(self._lines)
         self.setFormatter(formatter)
@@ -180,9 +180,9 @@ class LineWriter(QueueListener):
 
 
 def log_to_stderr(formatter: logging.Formatter) -> None:
-    """Log to standard error without blocking, and send a copy to the core's pipe if the core started this
-    process. The log includes Python warnings and unhandled exceptions, which Python would otherwise write
-    directly to standard error."""
+    """Log to standard error without blocking, and copy each record to the core's pipe if the core started
+    this process. The log includes Python warnings and unhandled exceptions, which Python would otherwise
+    write directly to standard error."""
     root = logging.getLogger()
     if (former := _line_queue()) is not None:
         former.setFormatter(formatter)

@@ -1,4 +1,4 @@
-"""Measures the available memory in bytes, and defines the errors raised when a replica's memory is
+"""Measures the available memory in bytes and defines the errors raised when a replica's memory is
 insufficient."""
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
     """Return the error for KV pools of `ranks` ranks that do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
-    # Round the suggestion down to two significant digits, so that small fluctuations in available memory do
-    # not make it too large.
+    # Round the suggested `kv_blocks` down to two significant digits, so that small fluctuations in available
+    # memory do not make it too large.
     most -= most % 10 ** max(0, len(str(most)) - 2)
     remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
     return PoolTooLarge(

@@ -25,7 +25,7 @@ each entry with the output."""
 
 Device = Literal["auto", "cuda", "cpu"]
 ModelDType = Literal["float32", "bfloat16", "float16"]
-"""Dtype of computations, and of the matrices and the KV cache unless they are quantised."""
+"""Dtype of computations, and of matrices and KV caches that are not quantised."""
 DType = Literal["auto", ModelDType]
 WeightsDType = Literal[ModelDType, "fp8", "fp8-block"]
 """Dtype of the layers' matrices. "fp8" has one scale per output, and "fp8-block" one scale per block."""
@@ -62,7 +62,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     head)."""
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
-    """Whether each rank has a subset of whole experts, instead of a slice of every expert."""
+    """Whether each rank holds a subset of whole experts, instead of a slice of every expert."""
     max_model_len: int | None = None
     """Maximum sequence length, including the prompt. None selects the checkpoint's maximum."""
     max_num_seqs: int = 64
@@ -202,8 +202,8 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 def view_tokens(packed: bytes) -> memoryview[int]:
-    """Return packed token ids as a sequence of integers, without copying them. The length of `packed` must be
-    a multiple of TOKEN_BYTES."""
+    """Return packed token ids as a sequence of integers, without copying them. The size of `packed` in bytes
+    must be a multiple of TOKEN_BYTES."""
     return memoryview(packed).cast(_TOKEN_TYPE)
 
 

@@ -223,8 +223,7 @@ class _Group(Collectives):
 
 
 def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
-    """Send `tensor[i]` to rank i of the default group, and return the received tensors, stacked in rank
-    order.
+    """Send `tensor[i]` to rank i of the default group and return the received tensors, stacked in rank order.
 
     `tensor` is `[size, ...]`, with equal shapes on all ranks. Raises RankFailureError if a peer is lost.
     """

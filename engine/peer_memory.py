@@ -45,7 +45,7 @@ class PeerMemory:
         torch.cuda.synchronize()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Allocate a buffer on every rank, and return all ranks' buffers, mapped on this rank's device. All
+        """Allocate a buffer on every rank and return all ranks' buffers, mapped on this rank's device. All
         ranks must call this method at the same time."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric

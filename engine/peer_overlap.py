@@ -130,7 +130,7 @@ class PeerOverlap:
         self._graphs[arguments].replay()
 
     def _sum(self, half: int, turn: int, rows: int) -> None:
-        """Add the ranks' parts to the sum in result buffer `1 - turn`, and store the result in buffer
+        """Add the ranks' parts to the sum in result buffer `1 - turn` and store the result in buffer
         `turn`."""
         rank, world = self._arena.rank, self._arena.world
         part, mine = self.part(half, rows), self._rows_of(rank, rows)
@@ -170,7 +170,7 @@ class PeerOverlap:
 
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Sequence[torch.Tensor]]
-"""Allocates a buffer on every rank, and returns all ranks' buffers, mapped on this rank's device."""
+"""Allocates a buffer on every rank and returns all ranks' buffers, mapped on this rank's device."""
 
 
 def make_overlap(

@@ -22,7 +22,8 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
     history: list[int]
     """The prompt and the output tokens known so far, if penalties need their counts, otherwise empty."""
     forks: list[tuple[int, int]] = []
-    """(slot, sample) of each fork. Forks share all other fields, which are therefore sent only once."""
+    """(slot, sample) of each fork. Forks share all other fields of the setup, which are therefore sent only
+    once."""
 
     recent: list[int] = []
     """The latest output tokens (at most MAX_BAD_WORD_TOKENS - 1) if the request has bad words, otherwise
@@ -84,7 +85,7 @@ class MemoryPlan(msgspec.Struct, tag="memory", array_like=True, frozen=True):
     """Instructs the other ranks to release or restore the memory of their weights and KV caches."""
 
     step: int
-    """Number of the last step before the operation."""
+    """Number of the last step before the memory is released or restored."""
     asleep: bool
     """True to release the memory, False to restore it."""
 

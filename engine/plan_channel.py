@@ -163,8 +163,8 @@ class _Peer:
             self._lose(f"closed its plan channel ({error.strerror})")
 
     def _lose(self, reason: str) -> None:
-        """Record that the peer failed, and report it through `on_failure`, so that the caller can abort a
-        collective that waits for the peer."""
+        """Record that the peer failed and call `on_failure`, so that the caller can abort a collective that
+        waits for the peer."""
         self._failure = reason
         self._on_failure(f"rank {self._rank} {reason}")
 

@@ -15,7 +15,7 @@ def no_progress(progress: Progress) -> None:
 
 
 class StageTimes:
-    """A `ProgressCallback` that measures how long each startup stage takes, and passes the reports on."""
+    """A `ProgressCallback` that measures the duration of each startup stage and passes the reports on."""
 
     def __init__(self, progress: ProgressCallback, now: Callable[[], float] = time.monotonic) -> None:
         self._progress = progress

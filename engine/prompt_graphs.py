@@ -111,7 +111,7 @@ class PromptGraphs:
         self._send(spans, self._staged[0], np.concatenate(parts, axis=1))
 
     def forward(self) -> torch.Tensor:
-        """Run the staged forward pass, and return the logits of each chunk's last token:
+        """Run the staged forward pass and return the logits of each chunk's last token:
         `[chunks, vocabulary on this rank]`. The next pass overwrites the result."""
         size, chunks = self._staged
         self._replay(size)

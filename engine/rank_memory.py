@@ -48,10 +48,12 @@ class RankMemory(Protocol):
         """Host memory used for copies of the weights, in bytes."""
 
     def empty_weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor. Raises torch.OutOfMemoryError."""
+        """Return an uninitialised tensor for weights. Raises torch.OutOfMemoryError if the device has too
+        little memory."""
 
     def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a zero-filled tensor. Raises torch.OutOfMemoryError, or OSError on a CPU."""
+        """Return a zero-filled tensor for the KV cache. If there is too little memory, raises
+        torch.OutOfMemoryError, or OSError on a CPU."""
 
     @property
     def can_grow(self) -> bool:
@@ -59,11 +61,11 @@ class RankMemory(Protocol):
 
     def growing_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor whose first dimension is the block id. Only the first block, and blocks provided by
-        `grow_kv`, may be accessed. Raises torch.OutOfMemoryError."""
+        `grow_kv`, may be accessed. Raises torch.OutOfMemoryError if the device has too little memory."""
 
     def grow_kv(self, blocks: int) -> None:
         """Provide zero-filled memory for the first `blocks` blocks of every tensor from `growing_kv`. Raises
-        torch.OutOfMemoryError."""
+        torch.OutOfMemoryError if the device has too little memory."""
 
     def blocks_within(self, nbytes: int) -> int:
         """Return how many blocks the KV cache can have if `grow_kv` allocates at most `nbytes` bytes."""
@@ -139,7 +141,7 @@ class CpuMemory(_FixedKv):
 
     def restore(self) -> None:
         # Released pages read as zeros and are reallocated when written, so nothing needs to be restored.
-        # However, Linux kills a process when no free page is left.
+        # However, Linux kills a process when no free page is left, so check the available memory first.
         needed, available = self._kv_bytes * self._ranks, memory.available_host_bytes()
         if needed > available:
             raise SleepError(
@@ -191,7 +193,7 @@ class GpuMemory:
     can_grow = True
 
     def __init__(self, driver: VirtualMemory, device: torch.device, total_bytes: int) -> None:
-        """`total_bytes` is the size of the GPU's memory."""
+        """Manage the memory of a GPU that has `total_bytes` bytes in total."""
         self._device, self._driver = device, driver
         self._weights = DeviceArena(driver, total_bytes)
         self._kv: list[DeviceArena] = []

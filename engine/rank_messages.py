@@ -59,11 +59,11 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
     problem: str = ""
     """Why the operation failed, or empty if it succeeded. A failed operation changes nothing."""
     freed_bytes: int = 0
-    """Number of bytes released."""
+    """Number of bytes of memory released."""
     host_bytes: int = 0
     """Host memory, in bytes, that now holds copies of the weights."""
     seconds: float = 0.0
-    """Duration of the operation."""
+    """Duration of the operation in seconds."""
 
 
 class AskBlocks(msgspec.Struct, tag="ask_blocks", frozen=True):
@@ -194,10 +194,11 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     credit_seqs: int
     credit_tokens: int
     returned_seqs: tuple[int, ...] = (0,) * LEVELS
-    """Number of finished samples per level. Their sum is `credit_seqs` minus the initial credit."""
+    """Number of finished samples per level. The sum over all levels is `credit_seqs` minus the initial
+    credit."""
     returned_tokens: tuple[int, ...] = (0,) * LEVELS
-    """Number of prompt tokens per level that were computed or dropped. Their sum is `credit_tokens` minus the
-    initial credit."""
+    """Number of prompt tokens per level that were computed or dropped. The sum over all levels is
+    `credit_tokens` minus the initial credit."""
     running: int = 0
     waiting: int = 0
     waiting_seqs: tuple[int, ...] = (0,) * LEVELS

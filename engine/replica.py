@@ -89,7 +89,7 @@ def main() -> None:
     except Exception as error:
         kind = _kind_of(error)
         if kind == "internal":
-            # For other exceptions, the core logs the message, which includes the remedy.
+            # Other kinds of error need no traceback: the core logs the message, which includes the remedy.
             log.exception("the engine failed")
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         control.drain(FATAL_TIMEOUT_S)
@@ -104,7 +104,7 @@ def main() -> None:
 def _serve(
     start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> int:
-    """Serve as a rank until the core sends Stop or closes the channel, and return the exit code. `peers` are
+    """Serve as a rank until the core sends Stop or closes the channel. Returns the exit code. `peers` are
     this rank's ends of the plan channels."""
     from engine.parallel import RankFailureError
 

@@ -7,17 +7,17 @@ operations (kernels or reference implementation). With tensor parallelism, the r
 same as with a single rank. If a row needs top-k, top-p, min-p or logits processors, the step's logits are
 gathered first.
 
-The operations are applied in this order: repetition penalty, frequency and presence penalties, logit bias,
-suppression of stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p.
-As in Hugging Face and vLLM, penalties precede the temperature, and top-p applies to the renormalised result
-of top-k. Min-p is last, as in Hugging Face. vLLM applies min-p before top-k, which changes the result only if
-top-p then renormalises over fewer tokens.
+The sampling parameters are applied in this order: repetition penalty, frequency and presence penalties, logit
+bias, suppression of stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p,
+min-p. As in Hugging Face and vLLM, penalties precede the temperature, and top-p applies to the renormalised
+result of top-k. Min-p is last, as in Hugging Face. vLLM applies min-p before top-k, which changes the result
+only if top-p then renormalises over fewer tokens.
 
 The bias is applied after the penalties, so that −100 bans a token and +100 forces it regardless of the
 penalties. Stop tokens are suppressed after the bias, so that a bias cannot re-enable them. Tokens that tie
 with the last token kept by top-k, top-p or min-p are also kept.
 
-Log probabilities are computed from the model's own distribution, before all of these operations.
+Log probabilities are computed from the model's own distribution, before any of these parameters is applied.
 
 If the largest logit of a row is not finite, the row's token id is −1 (`BAD_TOKEN`), and the caller must end
 the sequence with an error. This happens if the row contains a NaN, a value overflowed, or every token is
@@ -81,7 +81,7 @@ class Sampler:
         """Hashes of all token ids, for the sampling noise."""
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
-        """Sample a token for each sampling slot, and store it in `tables` as the slot's next input.
+        """Sample a token for each sampling slot and store it in `tables` as the slot's next input.
 
         `logits` are the step's logit rows on this rank; any additional rows are ignored. `logits` is not
         modified.
@@ -153,8 +153,8 @@ class Sampler:
         return torch.cat((logprobs.clamp(LOWEST_LOGPROB, 0.0), ids.double()), dim=1)
 
     def _source(self, logits: torch.Tensor, variant: Variant, whole: bool) -> tuple[Logits, bool]:
-        """Return the logits to sample from, and whether they cover the whole vocabulary. If `whole` is true,
-        the logits always cover the whole vocabulary."""
+        """Return the logits to sample from, and whether they cover the whole vocabulary, which they always do
+        if `whole` is true."""
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:

@@ -1,4 +1,4 @@
-"""Stores each slot's sampling parameters on the device, and determines on the host how a step samples. The
+"""Stores each slot's sampling parameters on the device and determines on the host how a step samples. The
 device itself updates only the penalty counts and the recent tokens compared with bad words.
 """
 
@@ -320,7 +320,8 @@ class SamplingTables:
         return bits.flatten()[: self.vocab_size] == 0
 
     def _exclusions(self, owners: list[int]) -> torch.Tensor | None:
-        """Return `LogitsProcessors.excluded` for the processed slots `owners`."""
+        """Return the mask of tokens that the processed slots `owners` may not sample
+        (`LogitsProcessors.excluded`)."""
         if not any(slot in self._excluded for slot in owners):
             return None
         nothing = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
@@ -329,7 +330,8 @@ class SamplingTables:
     def _words(
         self, processed: np.ndarray, owners: list[int]
     ) -> tuple[BadWords | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Return `LogitsProcessors.bad_words` and `LogitsProcessors.remembered`."""
+        """Return the bad words of the processed slots `owners`, and the slots that have bad words
+        (`LogitsProcessors.bad_words` and `LogitsProcessors.remembered`)."""
         found = [
             (i, slot, *self._bad_words[slot]) for i, slot in enumerate(owners) if slot in self._bad_words
         ]
@@ -355,7 +357,7 @@ class SamplingTables:
         if words is not None:
             recent = self._recent[words.slots]
             complete = ((recent == words.prefixes) | (words.prefixes == _ANY)).all(dim=1)
-            # Several entries may have the same target. Taking the minimum makes the result independent of the
+            # Several bad words may ban the same token. Taking the minimum makes the result independent of the
             # write order.
             limits = torch.where(complete, -torch.inf, torch.inf)
             logits.view(-1).scatter_reduce_(0, words.targets, limits, "amin")

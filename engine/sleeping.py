@@ -86,7 +86,7 @@ class RankSleep:
         problem = ""
         try:
             attempt()
-        except MemoryError as error:  # includes SleepError
+        except MemoryError as error:  # SleepError is a subclass
             problem = str(error)
         (failed,) = self._totals((bool(problem),))
         if failed and not problem:
@@ -97,7 +97,7 @@ class RankSleep:
 
 
 class SleepControl:
-    """Runs on rank 0, and executes requests to put the replica to sleep or to wake it, one at a time.
+    """Runs on rank 0 and executes requests to put the replica to sleep or wake it, one at a time.
 
     No step is planned during an operation or while the replica sleeps. Submissions that arrive during this
     time wait in the scheduler until the replica is awake.
@@ -125,7 +125,7 @@ class SleepControl:
         self._requests.append(asleep)
 
     def poll(self) -> MemoryChanged | None:
-        """Start the next operation if possible, and return the result of an operation that has ended. A
+        """Start the next operation if possible. Returns the result of an operation that has ended, or None. A
         replica with unfinished sequences cannot sleep; the result then contains the reason. If an operation
         fails and the replica cannot continue, the exception is raised.
         """

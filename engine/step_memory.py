@@ -1,4 +1,4 @@
-"""Runs the largest steps on a GPU, and raises an error with a remedy if there is too little memory for
+"""Runs the largest steps on a GPU and raises an error with a remedy if there is too little memory for
 them."""
 
 from __future__ import annotations

@@ -211,14 +211,15 @@ class _Bench:
                 sys.stdout.flush()
 
     def _prepare(self, variant: str, tokens: int) -> Callable[[], torch.Tensor]:
-        """Return a function that launches a pass of `tokens` tokens, after calling it once."""
+        """Return a function that launches a pass of `tokens` tokens. The function has already been called
+        once."""
         plan = self._plan(tokens)
         self._tables.apply(plan)
         with self._variant(variant) as decoder:
             graphs = PromptGraphs(decoder, self._kv, self._tables, tokens)
             if variant not in ("eager", "layers") and graphs.fits(plan):
                 graphs.sizes = graphs.sizes[-1:]
-                decoder.layer_graphs = decoder.halves_graphs = None  # a capture must not replay
+                decoder.layer_graphs = decoder.halves_graphs = None  # a capture must not replay other graphs
                 graphs.capture(no_progress)
                 graphs.stage(plan)
                 return graphs.forward
@@ -262,8 +263,8 @@ class _Bench:
         return StepPlan(0, setups, blocks, [], [], [Chunk(0, 0, prompt, [0])])
 
     def _time(self, run: Callable[[], torch.Tensor]) -> tuple[float, float]:
-        """Start a pass on all ranks at the same time, and return the device time and the host's launch time,
-        both in milliseconds."""
+        """Start a pass on all ranks at the same time. Returns the device time and the host's launch time in
+        milliseconds."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._barrier()
         called = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Counts the distinct experts chosen in a workload's decode steps. The limits assume that every expert is
-equally likely to be chosen (`engine.ceilings.expected_experts`). The counts show whether this holds for a
-model with random weights."""
+"""Counts the distinct experts chosen in a workload's decode steps. The benchmark's limits assume that every
+expert is equally likely to be chosen (`engine.ceilings.expected_experts`). The counts show whether this holds
+for a model with random weights."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class DistinctExperts:
 
 
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
-    """Run as many short sequences as the workload decodes concurrently, and count the experts chosen by their
-    tokens. Returns None if the model has no experts, or if no step decodes all sequences. Also returns None
-    if there are several ranks, because this rank counts without CUDA graphs, while the other ranks would
+    """Count the distinct experts chosen in decode steps of short sequences, as many as the workload decodes
+    concurrently. Returns None if the model has no experts, or if no step decodes all sequences. Also returns
+    None if there are several ranks, because this rank counts without CUDA graphs, while the other ranks would
     still replay theirs."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:

@@ -96,7 +96,7 @@ def _round(engine: LocalEngine) -> Round:
     woken = _change(engine, False)
     _answer(engine, 1)
     first_token_s = time.perf_counter() - began
-    # Wait until the copies in host memory have been freed in the background.
+    # Wait until the copies of the weights in host memory have been freed in the background.
     engine.runner.memory.check(engine.info.tensor_parallel_size)
     return Round(
         sleep_s=slept.seconds,

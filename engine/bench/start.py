@@ -94,8 +94,8 @@ def started(
 
 @contextmanager
 def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
-    """Close the engine when the `with` statement ends. If its body raises RankFailureError and the cause is
-    known, add the cause to the exception."""
+    """Close the engine when the `with` statement ends. If the statement's body raises RankFailureError and
+    the cause is known, add the cause to the exception."""
     try:
         yield engine
     except RankFailureError as error:

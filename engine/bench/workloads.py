@@ -77,9 +77,9 @@ class WorkloadResult:
     seconds: float
     p50_ms: float | None
     decode: StepStats
-    """Statistics of the decode-only steps."""
+    """Statistics of the run's decode-only steps."""
     mixed: StepStats
-    """Statistics of the steps with prefill."""
+    """Statistics of the run's steps with prefill."""
 
 
 def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:

@@ -28,7 +28,7 @@ def dequantised(
 ) -> torch.Tensor:
     """Return the e4m3 values of a shard, multiplied by their scales, in float32.
 
-    numbers: rows of the shard, starting at its row `first_row`: `[rows, columns of the shard]`.
+    numbers: rows of the shard from row `first_row` onwards, `[rows, columns of the shard]`.
     scales: the scales of the full matrix.
     """
     return numbers.float() * _scales_at(shard, scales, range(first_row, first_row + len(numbers)), 1)

@@ -79,7 +79,8 @@ class Decoder:
         self.device = device
         self.halves_graphs: HalvesGraphs | None = None
         self.layer_graphs: LayerGraphs | None = None
-        """CUDA graphs for parts of passes with prompts. Used only with several GPUs or with experts."""
+        """CUDA graphs of parts of passes that contain prompts. Used only with several GPUs or with
+        experts."""
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
         name = next(name for name, each in TORCH_DTYPES.items() if each == dtype)
@@ -200,7 +201,7 @@ class Decoder:
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 
     def kv_shape(self, blocks: int) -> tuple[int, int, int, int]:
-        """Return the shape of one layer's keys in this rank's cache, which is also the shape of its
+        """Return the shape of one layer's keys in this rank's cache, which is also the shape of the
         values."""
         return blocks, self.shard.kv_heads, BLOCK_TOKENS, self.config.head_dim
 

@@ -24,7 +24,7 @@ steps."""
 
 
 class Columns(NamedTuple):
-    """One rank's columns of consecutive rows of a tensor."""
+    """One rank's columns in consecutive rows of a tensor."""
 
     first_row: int
     numbers: torch.Tensor
@@ -62,7 +62,8 @@ class ColumnExchange:
         self._rows_read += part.rows
         if self._rows_read == rows:
             sending, self._sending = self._sending, None
-            # Rows from different ranks are consecutive, so a single copy can fill a small tensor.
+            # The rows received from different ranks are consecutive in memory, so a single copy can fill a
+            # small tensor.
             at_once = max(rows, _AT_ONCE_BYTES // (width * numbers.itemsize))
             for index, received in enumerate(all_to_all(sending).flatten(0, 1).split(at_once)):
                 yield Columns(index * at_once, received)

@@ -14,12 +14,12 @@ _MIXTRAL = ".block_sparse_moe."
 _MIXTRAL_NAMES = {".mlp.": _MIXTRAL, ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
 """Parts of tensor names, mapped to their counterparts in Mixtral's published checkpoints."""
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Tensors that contain all experts of a layer, mapped to the matrices that each contains for every expert, in
-storage order."""
+"""Names of tensors that contain all experts of a layer, each mapped to the matrices that the tensor stores
+per expert, in storage order."""
 
 
 def with_names_of(entries: dict[str, TensorEntry], shards: Iterable[WeightShard]) -> list[WeightShard]:
-    """Return the shards with the tensor names used in the checkpoint (`entries`)."""
+    """Return the shards, renamed to match the tensor names in the checkpoint (`entries`)."""
     if not any(_MIXTRAL in name for name in entries):
         return list(shards)
     return [replace(shard, name=_mixtral_name(shard.name)) for shard in shards]

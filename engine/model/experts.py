@@ -1,6 +1,6 @@
 """Defines the layer that has a mixture of experts instead of an MLP. Every rank has the full router, so all
-ranks choose the same experts. A rank has either a slice of every expert, as with a dense MLP, or a subset of
-whole experts (`ExpertsConfig.whole`). In both layouts, the ranks' results are summed just once per layer.
+ranks choose the same experts. A rank holds either a slice of every expert, as with a dense MLP, or a subset
+of whole experts (`ExpertsConfig.whole`). In both layouts, the ranks' results are summed just once per layer.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class BatchRead:
         self._left = pieces
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        # Held until the last piece has been read. A lock is faster than an Event.
+        # The lock is held until the last piece has been read. A lock is faster than an Event.
         self._complete = threading.Lock()
         self._complete.acquire()
 

@@ -306,7 +306,7 @@ class Attention:
     def __call__(
         self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute attention on this rank's heads, and return the input of the output projection `o`:
+        """Compute attention on this rank's heads and return the input of the output projection `o`:
         `[rows, heads × head_dim]`.
 
         `qkv` is `[tokens, (heads + 2 kv_heads) × head_dim]`. The result has one row per token, or per entry
@@ -371,7 +371,7 @@ class FeedForward(Protocol):
 
     @property
     def down(self) -> Summand:
-        """The last operation, whose result is added to the residual."""
+        """The last operation of this half of the layer, whose result is added to the residual."""
 
     def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Any:
         """Return the input of `down`, computed from the residual."""
@@ -380,7 +380,7 @@ class FeedForward(Protocol):
         """Return the checkpoint tensors that fill the parameters. Tensor names begin with `prefix`."""
 
     def pack(self) -> None:
-        """See `Layer.pack`."""
+        """Convert the filled weights to the backend's layout, as `Layer.pack` does."""
 
 
 class Mlp:
@@ -453,8 +453,8 @@ class Layer:
         return (yield Addition(residual, mlp.down, activated, next_gain, self.eps))
 
     def activate(self, residual: Residual, live: torch.Tensor | None) -> Any:
-        """Compute the second half up to, but not including, its last operation, and return that operation's
-        input. `live` is `LayerInput.live`."""
+        """Compute the layer's second half up to, but not including, its last operation, and return that
+        operation's input. `live` is `LayerInput.live`."""
         return self.mlp.activate(residual, self.post_norm, self.eps)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:

@@ -1,7 +1,7 @@
 """Fills a decoder's weights, either from safetensors files or with random numbers.
 
 On GPUs, each rank reads an equal share of the checkpoint (`engine.model.streaming`, `engine.model.exchange`).
-The host needs only a ring of staging buffers. Conversion and FP8 quantisation run on the device.
+Host memory is needed only for a ring of staging buffers. Conversion and FP8 quantisation run on the device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load(
     exchange: bool = False,
     share_reads: bool = False,
 ) -> int:
-    """Fill every weight of `decoder` from the checkpoint in `folder`, and return the number of bytes read.
+    """Fill every weight of `decoder` from the checkpoint in `folder` and return the number of bytes read.
 
     With `exchange`, each rank reads only some of the rows of tensors that are split by column, and exchanges
     columns with the other ranks (`engine.model.exchange`); all ranks must call this function. Otherwise,
@@ -105,7 +105,7 @@ def load_dummy(decoder: Decoder, seed: int, progress: ProgressCallback = no_prog
 def _check(
     entries: dict[str, TensorEntry], shards: dict[str, WeightShard], folder: Path, *, tied: bool, blocks: bool
 ) -> None:
-    # Only matrices have scales, so these are the FP8 matrices.
+    # Only matrices have scales, so FP8 tensors of other shapes are not included.
     quantised = {
         name
         for name, shard in shards.items()

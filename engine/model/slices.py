@@ -36,7 +36,8 @@ class TensorSlice:
 
     @property
     def row_bytes(self) -> int:
-        # This is faster than multiplying the dimensions, and there can be tens of thousands of tensors.
+        # Dividing the tensor's size is faster than multiplying its dimensions, and there can be tens of
+        # thousands of tensors.
         shape = self.entry.shape
         return self.entry.nbytes // shape[0] if shape and shape[0] else self.entry.nbytes
 

@@ -50,9 +50,9 @@ Fill = Callable[[TensorSlice, torch.Tensor], None]
 """Function called with rows and their values: `[rows, ...]` in the file's dtype on the device. The tensor is
 valid only during the call or, on CUDA, for work launched on the current stream during the call."""
 FindTarget = Callable[[TensorSlice], torch.Tensor | None]
-"""Function that returns the tensor to copy a slice to unchanged, or None to pass the slice to `Fill`. The
-tensor must be contiguous, on the device, and of the file's dtype. The function is called once per slice,
-before any slice is read."""
+"""Function that returns the tensor into which a slice is copied unchanged, or None to pass the slice to
+`Fill`. The tensor must be contiguous, on the device, and of the file's dtype. The function is called once per
+slice, before any slice is read."""
 
 
 def no_target(whole: TensorSlice) -> None:
@@ -67,7 +67,7 @@ def stream(
     *,
     block_bytes: int | None = None,
 ) -> Generator[TensorSlice]:
-    """Read `slices` in blocks of complete rows, and yield the rows of each block after its batch has been
+    """Read `slices` in blocks of complete rows and yield the rows of each block after its batch has been
     read. All copies are complete when the generator ends.
 
     A block has at most `block_bytes` bytes (the default depends on the device), unless a single row is

@@ -21,7 +21,7 @@ class KernelRow:
     calls: float
     us: float
     share: float
-    """Fraction of the total time, which includes idle gaps."""
+    """The kernel's fraction of the total time, which includes idle gaps."""
     work: KernelWork | None
     """The kernel's minimum memory traffic and number of operations, or None if unknown."""
 

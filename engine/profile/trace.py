@@ -20,8 +20,8 @@ class TraceCall:
     """The kernel's name, as returned by `short_name`."""
     us: float
     """Time, in microseconds, that the call adds to the timeline. On a GPU, a kernel may start before the
-    previous one ends (programmatic dependent launch); only the time after that end counts. On a CPU, nested
-    operations are excluded."""
+    previous one ends (programmatic dependent launch); only the time after the previous kernel's end counts.
+    On a CPU, nested operations are excluded."""
     gap_us: float
     """Idle time before the call, in microseconds. Always 0 on a CPU."""
 

@@ -17,7 +17,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since the replica started."""
+    """Numbers of preemptions and tokens since the replica started."""
 
     preemptions: int = 0
     prompt_tokens: int = 0

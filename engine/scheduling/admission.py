@@ -165,14 +165,14 @@ class Admission:
         return not plan.setups or entries <= MAX_TABLE_ENTRIES
 
     def _demand(self, sequence: Sequence) -> tuple[list[int], int, int]:
-        """Return the result of `BlockTables.find`, with the reserved blocks (the watermark) subtracted from
-        the number of available blocks."""
+        """Return a prefill's cached blocks, the number of additional blocks it needs, and the number of
+        available blocks, excluding those reserved for running sequences (the watermark)."""
         hits, needed, available = self._tables.find(sequence)
         # With no sequence running, no blocks are reserved, so every validated sequence fits into the pool.
         return hits, needed, available - (self._watermark if len(self._running) else 0)
 
     def _take_blocks(self, sequence: Sequence) -> int | None:
-        """Allocate cached or new blocks for a prefill, and attach as many forks as fit.
+        """Allocate cached or new blocks for a prefill and attach as many forks as fit.
 
         Returns the number of cached blocks. Returns None, and allocates nothing, if the sequence does not
         fit.

@@ -244,8 +244,8 @@ class BlockPool:
             self.release(block)
 
     def mark_may_be_non_finite(self, block: int) -> None:
-        """Record that a used block may contain NaN or infinity, so that it is zeroed when next allocated. It
-        remains in the prefix cache, because any sequence with the same prefix would compute the same
+        """Record that a used block may contain NaN or infinity, so that it is zeroed when next allocated. The
+        block remains in the prefix cache, because any sequence with the same prefix would compute the same
         values."""
         self._may_be_non_finite.add(block)
 

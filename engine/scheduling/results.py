@@ -121,8 +121,8 @@ class ResultCollector:
         # since.
         scores = tokens.prompt_logprobs.get(chunk.slot)
         if scores is not None and sequence.prompt_logprobs is not None:
-            # The first log probability belongs to the token at position start + 1. For recomputed tokens, the
-            # list already contains the log probabilities.
+            # The first of the new log probabilities belongs to the token at position start + 1. The sequence
+            # already has the log probabilities of recomputed tokens.
             sequence.prompt_logprobs.extend(scores[len(sequence.prompt_logprobs) - chunk.start - 1 :])
         if not sequence.samples and not sequence.wants_prompt_logprobs:
             self.end(sequence, "length")
@@ -142,7 +142,7 @@ class ResultCollector:
         return "length" if len(sequence.tokens) >= sequence.limit else ""
 
     def _fail_non_finite(self, sequence: Sequence, position: int) -> None:
-        """End a sequence that computed NaN or infinity at `position`, and remove its blocks from the prefix
+        """End a sequence that computed NaN or infinity at `position` and remove its blocks from the prefix
         cache."""
         self._tables.mark_non_finite(sequence)
         self.end(

@@ -58,7 +58,7 @@ class SharedBlocks:
 
     blocks: list[int]
     holders: int
-    """Number of sequences sharing these blocks."""
+    """Number of sequences that use the shared blocks."""
     registered: int
     """Number of leading blocks offered to the prefix cache so far."""
 

@@ -105,7 +105,7 @@ class LayerChain:
         self._ops.without = without
 
     def run(self, layers: int | None = None, rows: int | None = None) -> torch.Tensor:
-        """Run the first `rows` sequences through the first `layers` layers, and return the hidden states."""
+        """Run the first `rows` sequences through the first `layers` layers and return the hidden states."""
         decoder = self._decoder
         decoder.layers = self._layers[:layers]
         inputs = self._inputs if rows is None else self._make_inputs(rows)

@@ -1,4 +1,4 @@
-"""Defines the tuner's two searches for a model's kernel plans, and enumerates the kernels that they launch.
+"""Defines the tuner's two searches for a model's kernel plans and enumerates the kernels that they launch.
 `search_linears` tries every candidate plan of each linear, in a chain of layers without attention. `descend`
 starts from the resulting table and tries a few candidates in whole layers with attention.
 """
@@ -174,7 +174,7 @@ def _plan_descent(
 def _without_wrong(
     layers: LayerChain, begun: list[Choice], options: Options, gpu: GpuModel, report: Report
 ) -> tuple[list[Choice], Options]:
-    """Remove plans that fail to run or give incorrect results. Plans from the table are always kept."""
+    """Remove plans that fail to run or give incorrect results, but keep all plans from the table."""
     wrong = set()
     for product in options:
         for plan in {*options[product], *(choice[product] for choice in begun)}:
