@@ -88,18 +88,19 @@ class ActionDialog(Dialog[Confirmed | None]):
     ) -> None:
         """`impact` describes what the action affects and detects changes to the target. `what_if` forecasts
         the parameters' effect; it is None for actions without a forecast. If the action has several targets,
-        `place` is this target's position, such as "2 of 3". `earlier` lists the failures so far. If the
-        action failed, `again` contains the values entered, so that the operator can correct them."""
+        `place` is this target's position, such as "2 of 3". `earlier` describes earlier failures of the
+        action. If the action failed, `again` contains the values entered, so that the operator can correct
+        them."""
         super().__init__()
         self._action = action
         self._values = values
         self._filled = values if again is None else again
-        """The fields' initial values."""
+        """The values with which the fields are filled when the dialog opens."""
         self._is_repeated = again is not None
         self._impact = impact
         self._impact_lines: list[str] = []
         self._present: Mapping[str, Any] = {}
-        """The fields' current values."""
+        """The target's current values, which the dialog shows beside or inside the fields."""
         self._what_if = what_if
         self._place = place
         self._earlier = earlier
@@ -228,14 +229,14 @@ class ActionDialog(Dialog[Confirmed | None]):
     @on(Input.Changed)
     @on(Checkbox.Changed)
     def _refresh(self) -> None:
-        """Show the CLI command and the impact for the current values."""
+        """Show the CLI command and the impact for the entered values."""
         self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
         self.show_error("")
         self.show_impact()
         self._show_present()
 
     def show_impact(self) -> None:
-        """Update the displayed impact, and the fields' current values."""
+        """Update the displayed impact and the target's current values."""
         if not self.query("#impact"):
             return  # The dialog has not been built yet, or is already closed.
         target = self._named(self._collected())
@@ -248,7 +249,7 @@ class ActionDialog(Dialog[Confirmed | None]):
             self._show_present()
 
     def _show_present(self) -> None:
-        """Show the current values inside empty fields, and beside fields that contain text."""
+        """Show each parameter's current value inside its field if the field is empty, otherwise beside it."""
         for field in entered(self._action):
             for one in self.query(f"Input#field-{field.name}").results(Input):
                 absent = absent_text(self._action, field, self._present)
@@ -293,7 +294,7 @@ class ActionDialog(Dialog[Confirmed | None]):
 
     @on(Button.Pressed, "#what-if")
     def _ask_what_if(self) -> None:
-        """Show the forecast for the current values."""
+        """Show a forecast of the effect of the entered values."""
         try:
             parameters = build(self._action, self._collected())
         except CommandError as error:

@@ -52,7 +52,7 @@ class ActionOutcome(NamedTuple):
 
 
 def counted_outcomes(outcomes: Sequence[ActionOutcome]) -> str:
-    """Count the targets per outcome, and return a text such as "1 of 3 done, 1 failed, 1 not tried"."""
+    """Count the targets per outcome and return a text such as "1 of 3 done, 1 failed, 1 not tried"."""
     counts = Counter(one.kind for one in outcomes)
     others = [f", {counts[kind]} {kind}" for kind in get_args(OutcomeKind)[1:] if counts[kind]]
     return f"{counts['done']} of {len(outcomes)} done{''.join(others)}"
@@ -70,7 +70,7 @@ class ActionRunner:
         another."""
 
     def lists(self) -> tuple[ListName, ...]:
-        """Return the lists from which the open dialog computes the action's impact."""
+        """Return the names of the lists that the open dialog needs to compute the action's impact."""
         return () if self.confirming is None else required_lists(self.confirming)
 
     def choose(self) -> None:
@@ -159,7 +159,7 @@ class ActionRunner:
         return view.targets(action, self._app.session.context) if is_named and view.accepts(action) else []
 
     async def _confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
-        """Show a dialog for each target, and perform the confirmed actions. If the operator cancels, the
+        """Show a dialog for each target and perform the confirmed actions. If the operator cancels, the
         remaining targets are left unchanged."""
         if self.confirming is not None:
             return
@@ -199,8 +199,8 @@ class ActionRunner:
         self, action: Action, values: dict[str, Any], place: str, earlier: list[str]
     ) -> tuple[OutcomeKind, str]:
         """Show the dialog for one target, perform the action, and return its outcome. If the action fails,
-        the dialog is reopened with the entered values. It is not reopened if there are several targets, if
-        the dialog has no fields, or if the service did not answer."""
+        the dialog is reopened with the entered values, except if there are several targets, if the dialog has
+        no fields, or if the service did not answer."""
         again: dict[str, Any] | None = None
         can_correct = not place and any(one.kind != "switch" for one in fields_of(action, values))
         failure = ""
@@ -233,9 +233,9 @@ class ActionRunner:
         earlier: list[str],
         again: dict[str, Any] | None,
     ) -> Confirmed | None:
-        """Show the dialog for one target, and return the confirmed parameters. With several targets, `place`
-        is this target's position, such as "1 of 2". `earlier` lists the failures so far. If the action
-        failed, `again` contains the values entered."""
+        """Show the dialog for one target and return the confirmed parameters. With several targets, `place`
+        is this target's position, such as "1 of 2". `earlier` describes earlier failures of the action. If
+        the action failed, `again` contains the values entered."""
         async with self._asking:
             self.confirming = action
             try:
@@ -258,7 +258,7 @@ class ActionRunner:
                 self.confirming = None
 
     def show_impact(self) -> None:
-        """Update the impact in the open dialog."""
+        """Update the action's impact shown in the open dialog."""
         for screen in self._app.screen_stack:
             if isinstance(screen, ActionDialog):
                 screen.show_impact()
@@ -272,8 +272,8 @@ class ActionRunner:
         return forecast_lines(forecast, parameters.name if isinstance(parameters, SetTenant) else None)
 
     async def _perform(self, action: Action, parameters: msgspec.Struct, place: str) -> None:
-        """Perform an action, and show its result. The result is shown before the lists are reread, because
-        the secret of a new key is shown nowhere else. Raises SourceError if the action fails."""
+        """Perform an action, show its result, and reread the screen's lists in the background. Raises
+        SourceError if the action fails."""
         result = await self._app.source.act(parameters)
         self._app.read_again(self._app.session.view.lists())
         if isinstance(result, Done):

@@ -1,5 +1,5 @@
-"""The console as a Textual application. It shows a session's frames and passes snapshots and lists to the
-session."""
+"""The console as a Textual application. It draws the frames of a `ConsoleSession`, and passes snapshots and
+lists from the source to the session."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class ConsoleApp(App[int]):
 
     @work(group="lists", exit_on_error=True)
     async def read_list(self, name: ListName) -> None:
-        """Read one of the screen's lists now, and periodically while the screen is shown."""
+        """Read one of the screen's lists immediately, then periodically while the screen is shown."""
         await self.read_rows(name)
         self.action_runner.show_impact()
         self.redraw()
@@ -203,7 +203,7 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     async def read_rows(self, name: ListName) -> None:
-        """Read a list, and store its rows. If it cannot be read, store the reason."""
+        """Read a list and store its rows. If the list cannot be read, store the reason."""
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
@@ -257,7 +257,7 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     def _jump(self, event: events.Key) -> bool:
-        """Leave jump mode, and move the cursor to the row or panel with the pressed letter, if there is one.
+        """Leave jump mode and move the cursor to the row or panel with the pressed letter, if there is one.
         Return False if jump mode is not active."""
         if not self.session.context.jumping:
             return False
@@ -296,7 +296,7 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     def _begin_verifying(self) -> None:
-        """Show the audit screen, and start verifying the audit chain unless a verification is already
+        """Show the audit screen and start verifying the audit chain unless a verification is already
         running."""
         if self.session.past is not None:
             self.session.say(_CHAIN_IS_PRESENT, "warn")
@@ -308,7 +308,7 @@ class ConsoleApp(App[int]):
 
     @work(group="verify", exit_on_error=True)
     async def verify(self, context: Context) -> None:
-        """Verify the audit chain, and show the result on the audit screen. The result is stored in `context`,
+        """Verify the audit chain and show the result on the audit screen. The result is stored in `context`,
         the input to the live screens."""
         context.chain = "verifying the audit chain…"
         self.redraw()
@@ -450,7 +450,7 @@ class ConsoleApp(App[int]):
         signal.signal(signal.SIGCONT, on_continue)
 
     async def on_unmount(self) -> None:
-        """Release the source's connections once nothing reads from it any more."""
+        """Release the source's connections once nothing reads from the source any more."""
         if self._feeding is not None:
             self._feeding.cancel()
             with contextlib.suppress(WorkerError):

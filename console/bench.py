@@ -94,7 +94,7 @@ class Terminal:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def press(self, key: str) -> float:
-        """Press a key, and return the time until the console sends output, in milliseconds."""
+        """Press a key and return the time until the console sends output, in milliseconds."""
         while select.select([self._descriptor], [], [], 0.02)[0]:
             os.read(self._descriptor, 1 << 16)
         start = time.monotonic()
@@ -112,7 +112,8 @@ class Terminal:
 
 
 def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[ScreenCosts]:
-    """Measure each screen. `screens` maps each screen's name to the key that opens it."""
+    """Measure the console's resource usage on each screen. `screens` maps each screen's name to the key that
+    opens the screen."""
     terminal = Terminal("console.bench", "--child", theme)
     terminal.wait_for(_MEASURED)
     results = []
@@ -151,7 +152,7 @@ def start_times(theme: str, starts: int) -> dict[str, float]:
 
 
 def _start(theme: ThemeName) -> None:
-    """Run `appliance console --demo`, and print a line once its imports are done."""
+    """Run `appliance console --demo` and print a line once its imports are done."""
     from console.fake import FakeSource
     from console.run import run
 

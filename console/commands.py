@@ -94,8 +94,8 @@ def listed(texts: list[str], width: int) -> str:
 
 
 def parse_action(text: str) -> tuple[Action, Values] | None:
-    """Return the action that a command line names, with its parameters as text, or None if it names no
-    action. Raises CommandError if the command line is invalid."""
+    """Parse a command line. Return the action and its parameters as text, or None if the command line names
+    no action. Raises CommandError if the command line is invalid."""
     try:
         words = shlex.split(text)
     except ValueError as error:

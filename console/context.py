@@ -40,9 +40,9 @@ class Context:
     keys: KeyTable = KEYS
     """The commands, with the operator's key assignments."""
     rows: dict[ListName, Sequence[Row]] = field(default_factory=dict)
-    """The lists that have been read."""
+    """Rows of the lists that have been read, keyed by list name."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
-    """Error messages for the lists that could not be read, keyed by list."""
+    """Error messages for the lists that could not be read, keyed by list name."""
     chain: ChainReport | str | None = None
     """The result of the latest audit chain verification, a message if there is no result, or None if no
     verification was requested."""
@@ -60,5 +60,5 @@ class Context:
     open."""
 
     def rows_of(self, name: ListName, kind: type[RowT]) -> list[RowT]:
-        """Return a list's rows of type `kind`, or an empty list if it has not been read."""
+        """Return the rows (of type `kind`) of the list `name`, or no rows if the list has not been read."""
         return [row for row in self.rows.get(name, ()) if isinstance(row, kind)]

@@ -156,7 +156,7 @@ class Dialog(ModalScreen[R]):
         return hints
 
     def on_mount(self) -> None:
-        """Turn off cursor blinking in the fields, and fit the dialog to the terminal."""
+        """Turn off cursor blinking in the fields and fit the dialog to the terminal."""
         for one in self.query(Input):
             one.cursor_blink = False
         self.screen_layout_refresh_signal.subscribe(self, self._show_wanted, immediate=True)
@@ -176,9 +176,9 @@ class Dialog(ModalScreen[R]):
         """Scroll to the field returned by `wanted` if a scroll area has a new size, unless the operator has
         scrolled since focusing the field.
 
-        Textual calls this method after each layout. Until then, it computes scroll positions from the old
-        sizes. It sends no `Resize` event if the region of any widget was read after the styles had changed
-        and before the layout."""
+        Textual calls this method after each layout. Before the layout, Textual would compute scroll positions
+        from the old sizes. A `Resize` event cannot be used instead: Textual sends none if the region of any
+        widget was read between a change of the styles and the layout."""
         areas = self.query(ScrollArea)
         sizes = [area.outer_size for area in areas]
         if sizes == self._area_sizes:
@@ -239,12 +239,12 @@ class Dialog(ModalScreen[R]):
         return self.limit(self.query_one("#body"), space, width)
 
     def limit(self, area: Widget, lines: int, width: int) -> bool:
-        """Limit an area's height, and return whether it scrolls."""
+        """Limit an area's height and return whether the area scrolls."""
         area.styles.max_height = None
         scrolls = self.height_of(area, width) > lines
         area.styles.max_height = lines
-        # A scroll bar that appears during an intermediate layout would narrow the texts. They would then
-        # wrap, and no longer fit without the scroll bar.
+        # A scroll bar that appears during an intermediate layout would narrow the texts, so that they would
+        # wrap and no longer fit without the scroll bar.
         area.styles.overflow_y = "auto" if scrolls else "hidden"
         return scrolls
 

@@ -139,7 +139,7 @@ class FakeSource:
         return self.step()
 
     def step(self) -> Snapshot:
-        """Advance the simulated clock by one interval, and return the snapshot."""
+        """Advance the simulated clock by one interval and return the snapshot."""
         self._advance(self.interval_s)
         snapshot = self._snapshot()
         self._recording.add(snapshot)
@@ -182,7 +182,7 @@ class FakeSource:
         self._was_due = due
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return one of the simulated service's lists."""
+        """Return the rows of one of the simulated service's lists, such as the audit trail."""
         if name == "rules":
             return self._alerts.rules()
         return self._alerts.silences() if name == "silences" else self._rows.of(name)

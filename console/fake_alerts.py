@@ -31,7 +31,7 @@ _CAUSE_WINDOW_S = 300.0
 
 
 class _Measured(NamedTuple):
-    """The current value of the metric that a rule checks."""
+    """The current value of the metric that an alert rule checks."""
 
     rule: str
     where: str
@@ -40,7 +40,7 @@ class _Measured(NamedTuple):
 
 
 class FakeAlerts:
-    """Evaluates rules on simulated snapshots."""
+    """Evaluates alert rules on simulated snapshots."""
 
     def __init__(self, log: FakeLog, now: float) -> None:
         self._log = log
@@ -61,7 +61,7 @@ class FakeAlerts:
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
 
     def observe(self, snapshot: Snapshot) -> list[Alert]:
-        """Evaluate the rules on a snapshot, and return all alerts, including those that have ended, newest
+        """Evaluate the alert rules on a snapshot. Return all alerts, including those that have ended, newest
         first. Snapshots must be passed in chronological order."""
         self._now = snapshot.at
         for one in _measured(snapshot):
@@ -99,7 +99,7 @@ class FakeAlerts:
         raise LookupError(f"no active alert has id {alert_id!r}: choose an alert from the list")
 
     def silence(self, asked: SilenceAlerts, actor: str) -> Silence:
-        """Silence alerts. Raises LookupError if no rule matches."""
+        """Silence alerts by rule and subject. Raises LookupError if no rule matches."""
         if not any(fnmatchcase(name, asked.rule) for name in _RULES):
             raise LookupError(f"no rule matches {asked.rule!r}: use one of {', '.join(_RULES)}")
         number = zlib.crc32(f"{asked.rule} {asked.where} {self._now:.3f}".encode())

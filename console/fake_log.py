@@ -20,7 +20,7 @@ class FakeLog:
 
     def __init__(self, simulation: Simulation) -> None:
         self.lines: deque[ListRow] = deque(maxlen=MAX_ROWS)
-        """The lines, oldest first."""
+        """The log lines, oldest first."""
         self._simulation = simulation
         self._number = 0
         self._denied_at = simulation.now + _MIN_PAUSE_S

@@ -70,7 +70,7 @@ class FakeRecording:
         )
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Update `history` so that it ends at the time `until`."""
+        """Update the chart points in `history` so that they end at the time `until`."""
         history.points.clear()
         history.points.extend([one for one in self._history.points if one.at <= until][-HISTORY_POINTS:])
         history.batches = {
@@ -80,7 +80,7 @@ class FakeRecording:
         history.batches = {replica: slices for replica, slices in history.batches.items() if slices}
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a recorded period."""
+        """Return the output token rates and events of a recorded period."""
         values = [
             (point.at, point.generated_tokens_per_s)
             for point in self._history.points
@@ -95,7 +95,7 @@ class FakeRecording:
         return PastTimeline(since, until, values, sorted(marks))
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a given time, newest rows first."""
+        """Return the rows of a list as of a given time, newest first."""
         if name in ("settings", "findings", "models", "tenants", "callers", "silences", "rules"):
             raise UnsupportedListError(NOT_RECORDED)
         if name == "usage":
@@ -111,7 +111,7 @@ class FakeRecording:
 
 
 def _time(row: Row) -> float | None:
-    """Return a row's time. For a request, this is when it finished."""
+    """Return a row's time. For a request, this is the time at which the request finished."""
     if isinstance(row, ListRow):
         return row.at
     return row.finished_at if isinstance(row, NamedRequest) else None

@@ -67,7 +67,7 @@ class FilterField(NamedTuple):
     """The column's names in lower case. Messages show the first one."""
     value: Callable[[Any], Cell]
     text: Callable[[Any], str]
-    """Returns the text that the column shows."""
+    """Returns the text that the column shows for a row."""
     unit: ValueUnit = ""
 
 

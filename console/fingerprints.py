@@ -53,7 +53,8 @@ class Fingerprint(NamedTuple):
 
 
 def required_lists(action: Action) -> tuple[ListName, ...]:
-    """Return the lists that describe an action's targets in more detail than the snapshot does."""
+    """Return the names of the lists that describe an action's targets in more detail than the snapshot
+    does."""
     match action.target:
         case "model":
             return ("models",)

@@ -50,7 +50,7 @@ def _unknown_point(at: float) -> Point:
 
 
 def _unknown_slice(before: Batch, at: float) -> Batch:
-    """Return a slice without steps, for a replica that has reported none since the slice `before`."""
+    """Return an empty time slice for a replica that has reported no steps since the slice `before`."""
     return Batch(
         model=before.model,
         replica=before.replica,
@@ -193,8 +193,8 @@ class History:
             )
 
     def complete(self, batches: list[Batch]) -> None:
-        """Add text fields, which recorded values lack, to the newest slices. A slice may cover more time than
-        its entry in `batches` (see `joined`), so it keeps its values."""
+        """Add text fields, which recorded values lack, to the newest slices. The slices keep their numeric
+        values, because a slice may cover more time than its entry in `batches` (see `joined`)."""
         for batch in batches:
             slices = self.batches.get(batch.replica)
             if slices and abs(slices[-1].at - batch.at) < 0.001:
@@ -213,7 +213,8 @@ class History:
                 del self.batches[absent]
 
     def _add_unknown(self, replica: str, at: float) -> None:
-        """Add a slice in which the replica has reported no steps, unless it has one for this second."""
+        """Add an empty slice for a replica that reports no steps, unless there is already a slice for this
+        second."""
         slices = self.batches[replica]
         if int(at) > int(slices[-1].at):
             slices.append(_unknown_slice(slices[-1], at))
@@ -274,8 +275,8 @@ Column = list[float | None]
 
 
 def _grouped(columns: TelemetryColumns) -> tuple[dict[str, Column], dict[str, dict[str, dict[str, Column]]]]:
-    """Return two dicts: single values, keyed by name, and list values, keyed by list, entry and value
-    name."""
+    """Divide recorded metrics into two dicts: single values, keyed by name, and the values of list entries,
+    keyed by list, entry and value name."""
     plain: dict[str, Column] = {}
     lists: dict[str, dict[str, dict[str, Column]]] = {"kv": {}, "gpus": {}, "batches": {}}
     for name, column in columns.metrics.items():

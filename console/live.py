@@ -48,7 +48,7 @@ class LiveSource:
         self.interval_s = interval_s
         self.reads_blocks = False
         self._blocks: dict[str, BlockMap] = {}
-        """Each replica's blocks, from the most recent read."""
+        """Each replica's KV blocks, from the most recent read."""
         self._blocks_at = -math.inf
         self._reading: asyncio.Task[list[ReplicaBlocks]] | None = None
         self._run_dir, self._key = run_dir, key
@@ -86,22 +86,23 @@ class LiveSource:
             raise
 
     def _read_blocks(self) -> None:
-        """Start reading the blocks if they are displayed and the last read started at least a second ago."""
+        """Start reading the KV blocks if they are displayed and the last read started at least a second
+        ago."""
         due = time.monotonic() - self._blocks_at >= _BLOCKS_EVERY_S
         if self.reads_blocks and due and self._reading is None:
             self._blocks_at = time.monotonic()
             self._reading = asyncio.create_task(self._client.call(calls.KV_BLOCKS))
 
     async def _take_blocks(self) -> None:
-        """Store the blocks if they have arrived. Wait for them only if none are known yet, because they may
-        arrive later than the next snapshot."""
+        """Store the KV blocks if they have arrived. Wait for them only if none are known yet, because waiting
+        could delay the snapshot."""
         reading = self._reading
         if reading is None or not (reading.done() or not self._blocks):
             return
         self._reading = None
         try:
             self._blocks = {one.replica: one.blocks for one in await reading}
-        except AdminError:  # Older services do not have this route.
+        except AdminError:  # Older services lack this admin API route.
             self._blocks = {}
 
     async def rows(self, name: ListName) -> Sequence[Row]:

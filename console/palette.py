@@ -22,7 +22,7 @@ class ConsolePalette(CommandPalette):
     DEFAULT_CSS = "ConsolePalette SearchIcon { color: $primary; }"
 
     def on_mount(self) -> None:
-        """Turn off cursor blinking, and set the input line's placeholder and icon."""
+        """Turn off cursor blinking and set the input line's placeholder and icon."""
         line = self.query_one(Input)
         line.cursor_blink, line.placeholder = False, "type to search  ↑↓ move  enter run  esc close"
         self.query_one(SearchIcon).icon = ">"

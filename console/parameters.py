@@ -61,9 +61,10 @@ class Parameter:
         self.flag: str = extra.get("option") or flag(field.name)
         """The parameter's CLI option."""
         self.none_option: str = extra.get("none_option", "")
-        """The CLI option that stands for the value none; empty if it is written as the parameter's value."""
+        """The CLI option that sets the value to none; empty if `none` is written as the parameter's value."""
         self.after: str = extra.get("after", "")
-        """The text between the target and this parameter if it is an argument in the CLI; otherwise empty."""
+        """The text between the target and this parameter; empty if the parameter is not positional in the
+        CLI."""
         types = _alternatives(kind)
         self.optional = any(isinstance(one, msgspec.inspect.NoneType) for one in types)
         """Whether "none" is a valid value."""

@@ -56,19 +56,19 @@ class RecordedPast(Protocol):
         ...
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Update `history` so that it ends at the time `until`."""
+        """Update the chart points in `history` so that they end at the time `until`."""
         ...
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a recorded period."""
+        """Return the output token rates and events of a recorded period."""
         ...
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a given time, newest rows first."""
+        """Return the rows of a list as of a given time, newest first."""
         ...
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a description of the file."""
+        """Write a period of the history to an incident file and return a description of the file."""
         ...
 
     async def close(self) -> None:

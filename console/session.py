@@ -62,7 +62,7 @@ class ConsoleSession:
         self._hidden = [*alternate_views(), self.comparison]
         """Screens without a tab."""
         self._live = self.state.context
-        """The screens' live input."""
+        """The screens' input while the console is live."""
         self._received: float | None = None
         """Monotonic time at which the newest snapshot arrived."""
         self._newest: Snapshot | None = None
@@ -91,7 +91,7 @@ class ConsoleSession:
     # ── the source ───────────────────────────────────────────────────────────────────────────
 
     def accept(self, snapshot: Snapshot) -> None:
-        """Add the next snapshot to the history, and show it unless updates are paused."""
+        """Add the next snapshot to the history and show it unless updates are paused."""
         before = self._newest
         if before is not None and snapshot.started_at > before.started_at + 0.5:
             self.state.restarted_at = snapshot.at
@@ -250,7 +250,7 @@ class ConsoleSession:
         return True
 
     def jump(self, letter: str) -> None:
-        """Leave jump mode, and go to the row or panel with this letter, if any. Keys that are not characters
+        """Leave jump mode and go to the row or panel with this letter, if any. Keys that are not characters
         have no letter."""
         self.stop_jumping()
         view = self.view
@@ -346,7 +346,7 @@ class ConsoleSession:
         self.state.paused = not self.state.paused
         shown = self.context.snapshot
         if self.state.paused and shown is not None:
-            # The event stream updates the requests in earlier snapshots in place.
+            # Copy the requests, because the event stream updates those of earlier snapshots in place.
             requests = [msgspec.structs.replace(one) for one in shown.requests]
             self.context.snapshot = msgspec.structs.replace(shown, requests=requests)
         elif not self.state.paused and self._newest is not None:

@@ -100,11 +100,11 @@ class SnapshotSource(Protocol):
         ...
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list, newest rows first. Raises SourceError if the list cannot be read."""
+        """Return the rows of a list, newest first. Raises SourceError if the list cannot be read."""
         ...
 
     async def verify(self) -> ChainReport:
-        """Verify the audit chain, and return the result. Raises SourceError if the chain cannot be read."""
+        """Verify the audit chain and return the result. Raises SourceError if the chain cannot be read."""
         ...
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:

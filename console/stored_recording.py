@@ -43,7 +43,8 @@ class StoredRecording:
         return await _in_thread(lambda: self._past.snapshot(SnapshotQuery(at=at)))
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Update `history` so that it ends at the time `until`, reading only the missing points."""
+        """Update the chart points in `history` so that they end at the time `until`. Read only missing
+        points."""
         since = history.continued_from(until, resolution_s, HISTORY_POINTS)
         query = TelemetryQuery(
             metrics=HISTORY_METRICS,
@@ -55,7 +56,7 @@ class StoredRecording:
         history.add_columns(await _in_thread(lambda: self._past.columns(query)))
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a recorded period."""
+        """Return the output token rates and events of a recorded period."""
 
         def read() -> PastTimeline:
             columns = self._past.columns(
@@ -81,7 +82,7 @@ class StoredRecording:
         return await _in_thread(read)
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a given time, newest rows first."""
+        """Return the rows of a list as of a given time, newest first."""
         match name:
             case "audit":
                 query = AuditQuery(until=until, limit=MAX_ROWS)
@@ -117,7 +118,7 @@ class StoredRecording:
         return found[:MAX_ROWS]
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a description of the file."""
+        """Write a period of the history to an incident file and return a description of the file."""
         done = await _in_thread(lambda: export_incident(self._past, since, until, path))
         notes = "".join(f" ({note})" for note in done.notes)
         return (

@@ -126,7 +126,7 @@ ENGINE: dict[str, Explanation] = {
     "number": Explanation("GPU", "index", "", "GPU index, as in NVML and nvidia-smi.", "gpus: number"),
     "sm_clock_mhz": Explanation("MHz, SM clock", "MHz", NOW, "SM clock.", "NVML clocks.sm"),
     "throttle_reasons": Explanation(
-        "THROTTLED, throttled by", "", NOW, "Why the clocks are reduced.", "NVML clocks_event_reasons"
+        "THROTTLED, throttled by", "", NOW, "Why the GPU's clocks are reduced.", "NVML clocks_event_reasons"
     ),
     "nvlink": Explanation(
         "NVLINK/s, NVLink",
@@ -182,7 +182,7 @@ ENGINE: dict[str, Explanation] = {
         "mean",
         "ms",
         SECOND,
-        "Mean duration of decode-only steps in the same second.",
+        "Mean duration of decode-only steps in the second of the stall.",
         "stalls: mean_ms",
     ),
     "stall_decodes": Explanation(
@@ -253,7 +253,7 @@ ENGINE: dict[str, Explanation] = {
         "split",
         "% of requests",
         NOW,
-        "How requests for the model name are divided among versions.",
+        "How requests for the model name are divided among its versions.",
         "registry: split",
     ),
     "shadow": Explanation(

@@ -18,10 +18,10 @@ LISTS: dict[str, Explanation] = {
         "AGE",
         "s",
         "since the condition began",
-        "How long the condition has held. For a resolved alert: how long it held.",
+        "How long the alert's condition has held. For a resolved alert: how long it held.",
         "alerts: since, ended_at",
     ),
-    "since": Explanation("SINCE", "date and time", "", "When the condition began.", "alerts: since"),
+    "since": Explanation("SINCE", "date and time", "", "When the alert's condition began.", "alerts: since"),
     "where": Explanation(
         "WHERE",
         "",
@@ -30,7 +30,7 @@ LISTS: dict[str, Explanation] = {
         "alerts: where",
     ),
     "description": Explanation(
-        "DESCRIPTION", "", NOW, "Description of the condition.", "alerts: description"
+        "DESCRIPTION", "", NOW, "Description of the alert's condition.", "alerts: description"
     ),
     "rule": Explanation(
         "RULE",
@@ -50,7 +50,7 @@ LISTS: dict[str, Explanation] = {
         "likely cause",
         "",
         "the minutes before the alert",
-        "An earlier event that probably explains the condition.",
+        "An earlier event that probably caused the alert.",
         "alerts: cause",
     ),
     "remedy": Explanation("next step", "", "", "What the operator should do next.", "alerts: remedy"),
@@ -61,7 +61,9 @@ LISTS: dict[str, Explanation] = {
         "The metric's value when the alert was raised, and the rule's threshold.",
         "alerts: value, threshold, unit",
     ),
-    "alert_ended": Explanation("ended", "date and time", "", "When the condition ended.", "alerts: ended_at"),
+    "alert_ended": Explanation(
+        "ended", "date and time", "", "When the alert's condition ended.", "alerts: ended_at"
+    ),
     "silenced_until": Explanation(
         "silenced until",
         "date and time",
@@ -166,21 +168,21 @@ LISTS: dict[str, Explanation] = {
     "metric": Explanation("METRIC", "", "", "Metric name, as in the admin API.", "GET /telemetry: metrics"),
     "first": Explanation(
         "FIRST",
-        "of the metric",
+        "the metric's unit",
         "the first time",
-        "Value at the first of the two times.",
+        "The metric's value at the first of the two times.",
         "GET /telemetry",
     ),
     "second": Explanation(
         "SECOND",
-        "of the metric",
+        "the metric's unit",
         "the displayed time",
-        "Value at the displayed time.",
+        "The metric's value at the displayed time.",
         "GET /telemetry",
     ),
     "difference": Explanation(
         "DIFFERENCE",
-        "of the metric, or percentage points",
+        "the metric's unit, or percentage points",
         "both times",
         "SECOND minus FIRST.",
         "GET /telemetry",

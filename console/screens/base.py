@@ -88,7 +88,7 @@ class View:
         raise NotImplementedError
 
     def small(self, context: Context, width: int, height: int) -> list[Line]:
-        """Return one line per fact."""
+        """Return the screen's lines for small terminals: one line per fact."""
         facts = self.facts(context)
         self.scroll = max(0, min(self.scroll, len(facts) - height))
         name_width = min(max((len(name) for name, _, _ in facts), default=0), width // 2)

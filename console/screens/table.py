@@ -29,7 +29,7 @@ class TableColumn(NamedTuple):
     title: str
     width: int
     value: Callable[[Any], Cell]
-    """Returns the value for filters and exports, and for sorting unless `rank` is given."""
+    """Returns a row's value for filters and exports, and for sorting unless `rank` is given."""
     text: Callable[[Any], str] | None = None
     """Formats the cell. By default, the cell shows the value as text."""
     right: bool = True
@@ -42,7 +42,7 @@ class TableColumn(NamedTuple):
     unit: ValueUnit = ""
     """The value's unit in filters."""
     rank: Callable[[Any], Cell] | None = None
-    """Returns the value to sort by, if it differs from `value`."""
+    """Returns the value to sort a row by, if it differs from `value`."""
     fact: str = ""
     """The value's name in small terminals. By default, the heading."""
 
@@ -421,7 +421,7 @@ class TableView(View, Generic[R]):
         return True
 
     def toggle_mark(self) -> None:
-        """Mark or unmark the row under the cursor, and move to the next row."""
+        """Mark or unmark the row under the cursor and move to the next row."""
         if self.cursor in self._order:
             self.marks ^= {self.cursor}
             self.ended_marks = 0
