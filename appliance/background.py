@@ -27,9 +27,9 @@ Result = TypeVar("Result")
 
 
 async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
-    """Run a function in a separate thread, because it may hang, and return its result. Raises TimeoutError
-    after `timeout_s`. The thread then keeps running, but it neither takes up one of the few
-    `asyncio.to_thread` threads nor delays process exit."""
+    """In a separate thread, run a function that may hang, and return its result. Raises TimeoutError after
+    `timeout_s`. The thread then keeps running, but it neither takes up one of the few `asyncio.to_thread`
+    threads nor delays process exit."""
     future: concurrent.futures.Future[Result] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 

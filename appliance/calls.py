@@ -70,7 +70,8 @@ class Call(NamedTuple, Generic[Answer]):
     """Whether the response may take minutes, as for long actions (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
-        """Decode a response. `place` names the sender in error messages. Raises AdminError."""
+        """Decode a response. `place` names the sender in error messages. Raises AdminError if the response is
+        an error or cannot be parsed."""
         if 200 <= status < 300:
             try:
                 answer: Answer = msgspec.json.decode(content, type=self.answer)
@@ -120,8 +121,8 @@ CONFIGURATION: Call[Configuration] = Call("GET", "/config", Configuration)
 
 
 def act(parameters: msgspec.Struct) -> Call[Any]:
-    """Return the call that performs the action with these parameters (`appliance.actions`). Raises
-    AdminError."""
+    """Return the call that performs the action with these parameters (`appliance.actions`). Raises AdminError
+    if a parameter is not valid UTF-8."""
     action = action_of(parameters)
     try:
         body = msgspec.json.encode(parameters)
@@ -239,7 +240,7 @@ def usage(query: UsageQuery) -> Call[UsageReport]:
 
 
 def _with(path: str, query: msgspec.Struct, *, follow: bool | None = None) -> str:
-    """Return the path with these query parameters. Raises AdminError."""
+    """Return the path with these query parameters. Raises AdminError if a parameter is not valid UTF-8."""
     given: dict[str, Any] = {**msgspec.to_builtins(query), "follow": follow}
     given = {name: value for name, value in given.items() if value is not None}
     texts = {

@@ -125,7 +125,7 @@ class AdminClient:
         return self.call(calls.act(parameters))
 
     def call(self, call: Call[Answer]) -> Answer:
-        """Make a call and return its result."""
+        """Make an admin API call and return its result."""
         with self._sent(call, call_timeout_s(call, self._timeout_s)) as response:
             content = response.read()
         return call.decode(response.status, content, str(self.socket))
@@ -149,7 +149,7 @@ class AdminClient:
 
     @contextlib.contextmanager
     def _sent(self, call: Call[Answer], timeout_s: float | None) -> Iterator[HTTPResponse]:
-        """Send a call and yield its response. Leaving the `with` block closes the connection."""
+        """Send an admin API call and yield its response. Leaving the `with` block closes the connection."""
         # Import http.client only here, because the import takes 20 ms and some callers need only the types.
         import http.client
 

@@ -1,6 +1,6 @@
 """Types for the lists that the admin API returns in pages or as streams: request log, audit trail, log lines
-and usage. They are not in `appliance.protocol`, because they need store modules that front processes should
-not import."""
+and usage. These types are not in `appliance.protocol`, because they need store modules that front processes
+should not import."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class RequestLogQuery(RequestFilter, frozen=True, forbid_unknown_fields=True, om
     before: Text | None = None
     """The value of `next` in the previous page."""
     follow: bool = False
-    """Keep the response open, and send each matching request as a line of JSON when it ends or, with `state`
-    = "open", when it is admitted."""
+    """Keep the response open and send each matching request as a line of JSON when it ends or, with `state` =
+    "open", when it is admitted."""
     after: Number | None = None
     """Sequence number of a change. Only later changes are sent. Default: the latest change."""
 
@@ -85,7 +85,7 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     before: Number | None = None
     """The value of `next` in the previous page."""
     follow: bool = False
-    """Keep the response open, and send each matching action as a line of JSON: when it begins, and again when
+    """Keep the response open and send each matching action as a line of JSON: when it begins, and again when
     its result is recorded."""
     after: Number | None = None
     """Sequence number of a row in the chain. Only later rows are sent. Default: the newest row."""
@@ -118,7 +118,7 @@ class ChainReport(msgspec.Struct, kw_only=True):
     rows: int
     """Number of unchanged rows, from the start of the chain to the first fault."""
     head: AuditHead
-    """The newest unchanged row."""
+    """The newest unchanged row of the chain, up to the first fault."""
     broken_seq: int | None
     """Sequence number of the first wrong or missing row, or null."""
     problems: list[str]
@@ -190,18 +190,18 @@ class LogPage(msgspec.Struct, kw_only=True):
 
     lines: list[LogLine]
     first: int
-    """Number of the oldest line still kept by the core. Older lines are only in the journal."""
+    """Number of the oldest log line still kept by the core. Older lines are only in the journal."""
     number: int
-    """Number of the newest line, or 0 if there are none. Pass it as `after` to get only newer lines."""
+    """Number of the newest log line, or 0 if there are none. Pass it as `after` to get only newer lines."""
 
 
 class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Parameters of `GET /logs`."""
 
     limit: Rows = 100
-    """Maximum number of lines."""
+    """Maximum number of log lines."""
     follow: bool = False
-    """Keep the response open, and send each new line as a line of JSON."""
+    """Keep the response open and send each new log line as a line of JSON."""
     after: Number | None = None
     """Include only lines with a higher number. With `follow`, the default is the newest line's number."""
     level: Level | None = None
@@ -253,7 +253,7 @@ class UsageReport(msgspec.Struct, kw_only=True):
 
     rows: list[UsageRow]
     total: UsageRow
-    """The sum of all rows."""
+    """The totals of all rows."""
     unpriced_models: list[str] = []
     """Models without prices in the settings. Their tokens are not included in any cost. Empty if the settings
     contain no prices at all."""

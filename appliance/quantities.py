@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
 _SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
 MAX_SPAN_S = 36525 * 86400.0
-"""One hundred years. Times this far from now can still be stored and displayed."""
+"""Maximum time span: one hundred years. Times this far from now can still be stored and displayed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 _MAX_QUOTED = 40
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?")
@@ -132,18 +132,18 @@ def future_time(text: str, now: float) -> float:
 
 
 def quoted(text: str) -> str:
-    """Put a text in quotation marks for use in a message, and truncate it if it is long."""
+    """Put a text in quotation marks for use in a message. A long text is truncated."""
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…")
 
 
 def not_valid(text: str, expected: str) -> str:
-    """Return an error message to append to a field's name. It says that the field's text is empty or not
-    valid, and what to enter instead."""
+    """Return an error message to append to a field's name. The message says that the field's text is empty or
+    not valid and what to enter instead."""
     return f"{quoted(text)} is not valid: use {expected}" if text.strip() else f"is empty: enter {expected}"
 
 
 def _allowed(text: str, seconds: float, max_s: float) -> float:
-    """Return the length of a time span. Raises ValueError if it is too long."""
+    """Return the length of a time span in seconds. Raises ValueError if it exceeds `max_s`."""
     if seconds > max_s:
         days = span_text(max_s // 86400 * 86400)
         raise ValueError(f"{quoted(text)} is too long: use at most {days}")
@@ -151,7 +151,8 @@ def _allowed(text: str, seconds: float, max_s: float) -> float:
 
 
 def _date(text: str, expected: str) -> float:
-    """Parse an ISO 8601 date. `expected` describes valid input, for the error message. Raises ValueError."""
+    """Parse an ISO 8601 date. `expected` describes valid input, for the error message. Raises ValueError if
+    the text is not valid."""
     try:
         date = datetime.fromisoformat(text.strip())
         if _FIRST_YEAR <= date.year <= _LAST_YEAR:

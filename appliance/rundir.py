@@ -114,7 +114,8 @@ def start_remedy(run_dir: Path) -> str:
 
 def new_rendezvous(run_dir: Path) -> str:
     """Return the path of a new rendezvous file in the run directory, through which a replica's ranks find
-    each other at startup. If the service is killed, the next start removes the file. Raises OSError."""
+    each other at startup. If the service is killed, the next start removes the file. Raises OSError if the
+    file's folder cannot be created."""
     return str(Path(tempfile.mkdtemp(prefix=_RENDEZVOUS, dir=run_dir)) / "store")
 
 

@@ -311,12 +311,13 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     suspended_at: float | None = None
-    """If set, the tenant's requests are refused."""
+    """Time when the tenant was suspended, in unix seconds. While this is set, the tenant's requests are
+    refused."""
     weight: float | None = None
     highest_class: int | None = None
     """Highest service class that the tenant's requests can use."""
     keys: int | None = None
-    """Number of valid keys."""
+    """Number of the tenant's valid keys."""
     peers: int | None = None
     """Number of local users and groups mapped to the tenant."""
     running: int | None = None

@@ -26,10 +26,9 @@ TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "al
 ImpactKind = Literal["none", "requests", "suspend", "resume", "unload", "sleep", "replace", "remove"]
 """What the action does to the target's requests and replicas. "none": nothing that is known in advance.
 "requests": the dialog shows the running and queued requests that the action concerns. "suspend": new requests
-are refused or held until "resume". "unload": the version finishes its requests, and then releases its memory.
-"sleep": the same, but the weights stay in host memory. "replace": another version becomes the default, and
-the previous one is unloaded. "remove": the target is deleted. The service refuses this while the target is in
-use."""
+are refused or held until "resume". "unload": the version finishes its requests and then releases its memory.
+"sleep": like "unload", but the weights stay in host memory. "replace": another version becomes the default,
+and the previous one is unloaded. "remove": the target is deleted; a target in use cannot be deleted."""
 Visibility = Literal["shown", "internal"]
 """Whether operators can choose the action. Internal actions are performed only as steps of a command."""
 
@@ -38,16 +37,17 @@ class Action(NamedTuple):
     """An operation that an operator can perform."""
 
     name: str
-    """Name in the URL and in the audit chain."""
+    """Name of the action in its URL and in the audit chain."""
     title: str
-    """Title on screen, in the imperative. The confirmation dialog appends the target: "Revoke key X?"."""
+    """Title of the action on screen, in the imperative. The confirmation dialog appends the target: "Revoke
+    key X?"."""
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
-    """Struct type of the parameters. Its docstring describes the action."""
+    """Struct type of the action's parameters. The struct's docstring describes the action."""
     result: type[msgspec.Struct]
     named_by: str = ""
-    """Parameter that names the target; empty if there is only one possible target."""
+    """Name of the parameter that selects the action's target; empty if there is only one possible target."""
     visibility: Visibility = "shown"
     is_long: bool = False
     """Whether the service may take minutes to respond. Clients set no time limit for such an action, because
@@ -66,7 +66,7 @@ class Action(NamedTuple):
 
     @property
     def declared_fields(self) -> dict[str, Declared]:
-        """The parameters that are fields of a tenant or key, keyed by name."""
+        """The action's parameters that set declared fields of a tenant or key, keyed by name."""
         return getattr(self.parameters, "DECLARED", {})
 
     @property
@@ -97,7 +97,8 @@ class Action(NamedTuple):
         return self.shown_target(getattr(parameters, self.named_by) if self.named_by else None)
 
     def shown_target(self, name: str | None) -> str:
-        """Return the target as displayed after the title. None stands for the whole service."""
+        """Return the name of the action's target as displayed after the title. A `name` of None means the
+        whole service."""
         if self.target == "model" and not self.is_target_required:
             return f"model {name}" if name else "the service"
         if self.named_by == "tenant":

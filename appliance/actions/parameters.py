@@ -21,11 +21,12 @@ Weight = Annotated[float, Meta(gt=0, le=1e6)]
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
-# Keys of `Meta.extra`. They describe the parameter on the command line. "metavar" is the placeholder for the
-# parameter's value in help, and "short" its short option. "option" is the parameter's option if it is not
-# named after the parameter. "none_option" is the option that stands for null, and "none_help" its help.
-# "after" marks a parameter that is an argument after the target, not an option; its value is the text between
-# the two. "form" says how the value is written if its type does not tell: as weights or as a percentage.
+# Keys of `Meta.extra`, which describe an action's parameter on the command line. "metavar" is the placeholder
+# for the parameter's value in help, and "short" its short option. "option" is the parameter's option if it is
+# not named after the parameter. "none_option" is the option that stands for null, and "none_help" its help.
+# "after" marks a parameter that is not an option but an argument after the target; the key's value is the
+# text between target and argument. "form" gives the notation of the parameter's value if its type does not
+# determine it: weights or a percentage.
 NAME = {"metavar": "NAME"}
 ID = {"metavar": "ID"}
 VERSION = {"metavar": "NAME[@VERSION]"}
@@ -162,7 +163,7 @@ class RotateKey(_Parameters):
     overlap_s: Annotated[float, Meta(description="How long the old key stays valid.")] = 86400.0
     expires_at: Annotated[
         float | None,
-        Meta(description="When the new key expires. Default: the old key's original lifetime."),
+        Meta(description="When the new key expires. Default: after the old key's original lifetime."),
     ] = None
 
 

@@ -50,9 +50,9 @@ class Backend(NamedTuple):
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     routes: Sequence[ScopedRoute]
-    """Additional routes, whose endpoints may also read databases."""
+    """Additional routes of the admin API. Their endpoints may also read databases."""
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
-    """Performs the action with the given parameters. Raises ActionError."""
+    """Performs the action with the given parameters. Raises ActionError if the action is refused or fails."""
     record_denied: Callable[[Actor, Action, str], None]
     """Audits an action that was denied because the caller lacked the required scope. The arguments are the
     caller, the action and the reason."""
@@ -67,7 +67,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
 
     @functools.cache
     def description() -> bytes:
-        # Building the document blocks the event loop for 15 to 40 ms, so it is cached.
+        # Building the OpenAPI document blocks the event loop for 15 to 40 ms, so the document is cached.
         return msgspec.json.encode(openapi_document("Appliance admin API", check_routes(app)))
 
     async def openapi(request: Request) -> Response:

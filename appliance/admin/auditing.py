@@ -66,7 +66,8 @@ class AuditedActions:
         self._minute = 0.0
 
     async def act(self, actor: Actor, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Perform the action with the given parameters. Raises ActionError."""
+        """Perform the action with the given parameters. Raises ActionError if the action is refused or
+        fails."""
         action, params = action_of(parameters), msgspec.to_builtins(parameters)
         acting, recorded = self._control.trail.intend(actor, action.name, params)
         await _recorded(recorded)

@@ -68,11 +68,13 @@ class CheckRunner:
                 self._process.kill()
 
     async def verify(self) -> bytes:
-        """Verify the audit chain and return the report as JSON. Raises CheckError."""
+        """Verify the audit chain and return the report as JSON. Raises CheckError if the check cannot run or
+        takes too long."""
         return await self._shared("audit")
 
     async def findings(self) -> bytes:
-        """Return the findings of `appliance doctor`, at most 30 s old, as JSON. Raises CheckError."""
+        """Return the findings of `appliance doctor`, at most 30 s old, as JSON. Raises CheckError if the
+        check cannot run or takes too long."""
         if self._findings is None or time.monotonic() - self._findings_at >= FINDINGS_KEPT_S:
             self._findings = await self._shared("findings")
             self._findings_at = time.monotonic()
@@ -98,7 +100,8 @@ class CheckRunner:
             return await asyncio.to_thread(self._in_process, given)
 
     def _in_process(self, given: CheckInput) -> bytes:
-        """Run a check in a new process and return its output. Raises CheckError."""
+        """Run a check in a new process and return the process's output. Raises CheckError if it cannot run or
+        takes too long."""
         elsewhere = f"run {_COMMANDS[given.check]} on the service's machine"
         try:
             with self._starting:

@@ -23,14 +23,14 @@ class DrainAdmin:
     """Returns the model or version that answers requests for a name, or an empty string."""
 
     async def drain(self, actor: Actor, asked: DrainService) -> Effect:
-        """Begin a drain. Raises DrainError."""
+        """Begin a drain. Raises DrainError if the drain cannot begin."""
         model = self._unit(asked.model)
         before = self._state(model)
         drain = self.drains.begin(model, grace_s=asked.grace_s, hold=asked.queue)
         return Effect(self.status(drain), before, self._state(model))
 
     async def resume(self, actor: Actor, asked: ResumeService) -> Effect:
-        """Cancel or end a drain. Raises DrainError."""
+        """Cancel or end a drain. Raises DrainError if there is no drain to end."""
         model = self._unit(asked.model)
         before = self._state(model)
         drain = self.drains.resume(model)

@@ -22,7 +22,7 @@ class KeyAdmin:
     control: ControlStore
     usage: Usage
     publish: Callable[[], None]
-    """Applies the changes to the queue and the front processes."""
+    """Makes changed keys take effect in the queue and the front processes."""
     cancel: CancelRequests
 
     def list(self) -> list[Key]:

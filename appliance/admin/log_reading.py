@@ -71,7 +71,8 @@ class LogReading:
     # ── pages ──
 
     async def request_page(self, query: RequestLogQuery) -> RequestPage:
-        """Return a page of the request log. Raises QueryError or StoreError."""
+        """Return a page of the request log. Raises QueryError if the query is invalid, and StoreError if the
+        database fails."""
         before = None if query.before is None else _position(query.before)
 
         def read() -> RequestPage:
@@ -90,7 +91,7 @@ class LogReading:
         return await self._in_thread(read)
 
     async def audit_page(self, query: AuditQuery) -> AuditPage:
-        """Return a page of the audit trail. Raises StoreError."""
+        """Return a page of the audit trail. Raises StoreError if the database fails."""
 
         def read() -> AuditPage:
             sequence = self._control.trail.state().head.seq
@@ -106,7 +107,8 @@ class LogReading:
         return await self._in_thread(read)
 
     async def usage_report(self, query: UsageQuery) -> UsageReport:
-        """Return usage per day, tenant, key or model. Raises QueryError or StoreError."""
+        """Return usage per day, tenant, key or model. Raises QueryError if the query is invalid, and
+        StoreError if the database fails."""
         return await self._in_thread(lambda: self._usage.report(query))
 
     def log_page(self, query: LogQuery) -> LogPage:

@@ -210,8 +210,8 @@ class ModelAdmin:
         self, operation: Awaitable[None], status: Callable[[], VersionStatus], wait: bool
     ) -> Effect:
         """Start an operation and, if `wait` is true, wait until it has finished. Raises LoadError if the
-        operation is refused immediately. If it fails later and `wait` is false, the list of models shows the
-        failure.
+        operation is refused immediately. If the operation fails later and `wait` is false, the list of models
+        shows the failure.
         """
         before = status()
         task = asyncio.ensure_future(operation)

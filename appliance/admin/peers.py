@@ -27,7 +27,7 @@ class PeerAdmin:
     control: ControlStore
     unix: Callable[[], UnixSettings]
     publish: Callable[[], None]
-    """Applies the changes to the queue and the front processes."""
+    """Makes changed mappings take effect in the queue and the front processes."""
 
     def list(self) -> list[PeerMapping]:
         """Return the users from the settings, followed by the mapped users and groups."""
@@ -67,7 +67,7 @@ class PeerAdmin:
 
 
 def parse_peer(text: str) -> tuple[PeerKind, int]:
-    """Parse `uid:1000` or `gid:100` into kind and number. Raises ValueError."""
+    """Parse `uid:1000` or `gid:100` into kind and number. Raises ValueError for any other format."""
     found = re.fullmatch(r"(uid|gid):(\d{1,10})", text, re.ASCII)
     if not found:
         raise ValueError(f"peer {text!r} is not valid: write it as uid:1000 or gid:100")

@@ -21,7 +21,7 @@ class QueryError(Exception):
 
 
 def parse_query(request: Request, kind: type[Query]) -> Query:
-    """Return the request's query parameters. Raises QueryError."""
+    """Return the request's query parameters as a struct. Raises QueryError if they are invalid."""
     given: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name in given:

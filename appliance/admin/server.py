@@ -28,7 +28,7 @@ class AdminServer:
         self._server: HttpServer | None = None
 
     async def start(self, backend: Backend, authenticator: Authenticator) -> None:
-        """Start listening. Raises ListenError."""
+        """Start serving the admin API. Raises ListenError if the socket cannot be created."""
         _, app = admin_app(backend, authenticator)
         sock = self._given or bind_unix(self._path, self._mode, authenticator.gid)
         self._server = HttpServer(app, _LIMITS, known=authenticator.knows)

@@ -54,7 +54,7 @@ class TenantChoice:
         self._at = float("-inf")
 
     def choose(self, names: list[str], busy: set[str]) -> list[str]:
-        """Return at most `MAX_TENANTS` of the names, without changing their order."""
+        """Return at most `MAX_TENANTS` of the tenants' names, in the given order."""
         if len(names) <= MAX_TENANTS:
             return names
         now, kept = self._clock(), self._chosen.intersection(names)

@@ -70,7 +70,7 @@ class SplitAdmin:
 
 def complete_target(models: ModelAdmin, name: str, given: str) -> str:
     """Return a target as NAME or NAME@VERSION. A target that is just a number refers to that version of
-    `name`. Raises UnknownModelError."""
+    `name`. Raises UnknownModelError if there is no such model or version."""
     is_version = given.isascii() and given.isdecimal()
     target = f"{name}@{given}" if is_version else given
     if models.routing.target_unit(target):

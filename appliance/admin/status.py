@@ -50,9 +50,9 @@ _UNLOADED = "not in memory: the next request loads it"
 _UNLOADING = "being unloaded; the next request loads it again"
 
 _SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
-"""The service is "starting" while any replica or front process is in a state other than these. "stopping" and
-"stopped" are included because unloading a model also stops its replicas. Without a ready replica for each
-required model, the service is not ready in any case."""
+"""States of replicas and front processes that do not make the service "starting". "stopping" and "stopped"
+are included because unloading a model also stops its replicas. Without a ready replica for each required
+model, the service is not ready in any case."""
 
 
 @functools.cache

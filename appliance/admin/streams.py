@@ -43,7 +43,8 @@ class Streams:
         self.closing = True
 
     def response(self, lines: AsyncIterator[bytes]) -> Response:
-        """Return a response that sends these lines as they become available. Raises TooManyStreamsError."""
+        """Return a response that sends these lines as they become available. Raises TooManyStreamsError if
+        the maximum number of streams is already open."""
         if self.open >= MAX_STREAMS or self.closing:
             raise TooManyStreamsError(
                 f"{self.open} streams are open, which is the maximum: close one, or retry later"

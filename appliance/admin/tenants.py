@@ -36,7 +36,7 @@ class TenantAdmin:
     usage: Usage
     peers: Callable[[], Iterable[PeerMapping]]
     publish: Callable[[], None]
-    """Applies the changes to the queue and the front processes."""
+    """Makes changed tenants take effect in the queue and the front processes."""
     cancel: CancelRequests
 
     def list(self) -> list[Tenant]:

@@ -36,7 +36,8 @@ class UsageReader:
         self._limit_s = limit_s
 
     def report(self, query: UsageQuery) -> UsageReport:
-        """Return the usage selected by the query. Raises QueryError or StoreError."""
+        """Return the usage selected by the query. Raises QueryError if the query is invalid, and StoreError
+        if the database fails."""
         today = datetime.now(UTC).date()
         since = query.since or (today - timedelta(days=DEFAULT_DAYS)).isoformat()
         until = query.until or today.isoformat()

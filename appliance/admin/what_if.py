@@ -48,7 +48,8 @@ class WhatIf:
         self._running = False
 
     async def forecast(self, asked: msgspec.Struct) -> QuotaForecast:
-        """Predict the effect of the limits in an action's parameters. Raises WhatIfError."""
+        """Predict the effect of the limits in an action's parameters. Raises WhatIfError if no prediction is
+        possible."""
         try:
             changed = self._changed(asked)
             given = self._input(changed)

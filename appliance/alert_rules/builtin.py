@@ -13,7 +13,7 @@ class BuiltInRule(AlertRule, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 _DEAD = ["replica-crash-loop", "replica-failed", "replica-down"]
-"""Rules that detect dead replicas, which make requests wait or fail."""
+"""Rules that detect dead replicas. While a replica is dead, requests may wait or fail."""
 _BUSY = [*_DEAD, "model-failed", "front-down", "gpu-xid"]
 
 BUILT_IN: tuple[BuiltInRule, ...] = (

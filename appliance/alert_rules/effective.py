@@ -1,4 +1,4 @@
-"""The rules in effect: the built-in rules as changed and extended by the settings."""
+"""The alert rules in effect: the built-in rules as changed and extended by the settings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from appliance.alert_rules.fields import AlertRule, RuleFault, faults_of_rule
 
 
 def effective_rules(configured: Sequence[AlertRule], disabled: Iterable[str]) -> list[AlertRule]:
-    """Return the rules in effect. A rule in the settings replaces the built-in rule of the same name."""
+    """Return the alert rules in effect. A rule in the settings replaces the built-in rule of the same
+    name."""
     rules = {rule.name: rule for rule in (*BUILT_IN, *configured)}
     off = set(disabled)
     return [rule for name, rule in rules.items() if name not in off]
 
 
 def cycle(rules: Iterable[AlertRule]) -> list[str]:
-    """Return the names of rules that form a cycle through `downstream_of`, or an empty list if there is no
-    cycle. The alerts of rules in a cycle would all be hidden, because each would be explained by another."""
+    """Return the names of alert rules that form a cycle through `downstream_of`, or an empty list if there is
+    no cycle. The alerts of rules in a cycle would all be hidden, because each would be explained by
+    another."""
     try:
         TopologicalSorter({rule.name: rule.downstream_of for rule in rules}).prepare()
     except CycleError as error:
@@ -30,8 +32,8 @@ def cycle(rules: Iterable[AlertRule]) -> list[str]:
 def rule_set_faults(
     configured: Sequence[AlertRule], disabled: Sequence[str]
 ) -> list[tuple[int | None, RuleFault]]:
-    """Return the faults in the configured rules, each with the index of its rule. The index is None for a
-    fault in the `disabled` setting."""
+    """Return the faults in the configured alert rules, each with the index of the faulty rule. The index is
+    None for a fault in the `disabled` setting."""
     faults: list[tuple[int | None, RuleFault]] = []
     seen: set[str] = set()
     known = {rule.name for rule in (*BUILT_IN, *configured)}

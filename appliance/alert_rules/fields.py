@@ -57,8 +57,8 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """For text metrics: the texts that raise the alert. `*` matches any characters. Such a rule has no
     threshold."""
     clear_texts: list[str] = []
-    """The texts that end the alert. Default: all texts that do not raise it. If set, the alert is raised only
-    after one of these texts has been seen."""
+    """The texts that end the alert. Default: all texts that do not raise the alert. If set, the alert is
+    raised only after one of these texts has been seen."""
     for_s: Seconds = 0.0
     """How long the condition must last before the alert is raised, in seconds."""
     clear_for_s: Seconds = 30.0
@@ -94,7 +94,7 @@ class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 NAMED_IN_REMEDY = ("tenant", "model")
-"""Kinds of objects whose names a rule's remedy can contain."""
+"""Kinds of objects whose names can be inserted into an alert rule's remedy."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """All severities, from the least to the most urgent."""
 
@@ -108,7 +108,7 @@ class RuleFault(NamedTuple):
 
 
 def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
-    """Return the faults in a rule."""
+    """Return the faults in an alert rule."""
     faults = []
     thresholds = (rule.above is not None) + (rule.below is not None) + bool(rule.texts)
     if thresholds != 1:
@@ -140,7 +140,7 @@ def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
 
 
 def faults_of_sink(sink: AlertSink) -> list[RuleFault]:
-    """Return the faults in a receiver."""
+    """Return the faults in the definition of an alert receiver."""
     if bool(sink.command) == bool(sink.webhook):
         both = "both a command and a webhook" if sink.command else "neither a command nor a webhook"
         return [RuleFault("command", f"the receiver has {both}", "set exactly one of command and webhook")]

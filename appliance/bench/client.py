@@ -262,7 +262,7 @@ class Client:
             finally:
                 timer.cancel()
                 if exchange.failure or exchange.done.cancelled():
-                    connection.close()  # tells the server that the client has disconnected
+                    connection.close()  # so that the server notices the disconnection
             if not exchange.failure and connection.is_open:
                 self._free.append(connection)
             elif exchange.failure == "closed" and is_reused and not connection.has_response:

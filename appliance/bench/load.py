@@ -125,19 +125,19 @@ class Record(msgspec.Struct):
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
-    """Output tokens according to the server's `usage`, or None if the server did not report any."""
+    """Number of output tokens in the server's `usage`, or None if the server did not report it."""
     prompt_tokens: int | None = None
     failure: FailureKind = ""
     message: str = ""
 
     @property
     def chunks(self) -> int:
-        """Chunks that contained tokens."""
+        """Number of chunks that contained tokens."""
         return 0 if self.first_at is None else 1 + len(self.gaps_s)
 
     @property
     def output_tokens(self) -> int:
-        """Output tokens reported by the server or, failing that, the number of chunks."""
+        """Number of output tokens reported by the server or, failing that, the number of chunks."""
         return self.chunks if self.tokens is None else self.tokens
 
 

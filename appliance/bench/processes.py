@@ -23,7 +23,7 @@ class BenchError(Exception):
 
 @dataclass(slots=True)
 class RawRun:
-    """A run's records. The run may still be in progress."""
+    """The records of a benchmark run, which may still be in progress."""
 
     started_at: float
     workers: int

@@ -1,4 +1,4 @@
-"""Open-loop runs, in which requests arrive at a given rate. Decides whether a server sustains a rate, and
+"""Open-loop runs, in which requests arrive at a given rate. Decides whether a server sustains a rate and
 searches for the highest sustained rate.
 
 Arrivals form a Poisson process, like requests from many independent users. Arrivals do not depend on whether

@@ -1,4 +1,4 @@
-"""A run's statistics in one structure, which can be printed, evaluated and written as JSON."""
+"""A benchmark run's statistics in one structure, which can be printed, evaluated and written as JSON."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Server(msgspec.Struct, frozen=True):
 
 def parse_url(base_url: str, api_key: str | None) -> Target:
     """Return the target for a base URL as accepted by the `openai` client. If the URL has no path, `/v1` is
-    added. Raises BenchError."""
+    added. Raises BenchError if the URL is invalid."""
     url = urlsplit(base_url)
     try:
         port = url.port
@@ -74,7 +74,7 @@ def parse_url(base_url: str, api_key: str | None) -> Target:
 def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
-    """Return the target for a Unix socket. Raises BenchError."""
+    """Return the target for a Unix socket. Raises BenchError if the path cannot be used."""
     # Do not make the path absolute: a relative path may fit the length limit even if the absolute path does
     # not.
     if len(path.encode()) > 107:
@@ -86,7 +86,7 @@ def socket_target(
 
 def find_server(target: Target, model: str | None, vocab_size: int | None) -> Server:
     """Determine the server's models and vocabulary size, and request a completion of two tokens. Raises
-    BenchError."""
+    BenchError if the server cannot be used."""
     return asyncio.run(_find_server(target, model, vocab_size))
 
 

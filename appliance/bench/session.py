@@ -1,4 +1,4 @@
-"""Runs benchmarks against one server: workloads, open-loop loads, and searches for the highest sustained
+"""Runs benchmarks against one server: workloads, open-loop loads and searches for the highest sustained
 rate."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Session:
         self._runs = 0
 
     def closed(self, name: str, workload: Workload, runs: int = 1) -> Result:
-        """Run a workload `runs` times after a warm-up. Raises BenchError."""
+        """Run a workload `runs` times after a warm-up. Raises BenchError if a client process fails."""
         shape, requests, concurrency = workload.shape, workload.requests, workload.concurrency
         size = f"{requests:,} requests, {concurrency:,} concurrent" if requests > 1 else "1 request"
         self._warm_up(shape, concurrency)
@@ -106,8 +106,8 @@ class Session:
         )
 
     def open(self, shape: Shape, rate: float, duration_s: float, runs: int = 1) -> Result:
-        """After a warm-up, repeat `runs` times: send requests at `rate` per second for `duration_s` seconds,
-        and wait for all responses. Raises BenchError."""
+        """After a warm-up, repeat `runs` times: send requests at `rate` per second for `duration_s` seconds
+        and wait for all responses. Raises BenchError if a client process fails."""
         requests = requests_at(rate, duration_s)
         self._warm_up(shape, requests)
         measured = [
@@ -119,7 +119,7 @@ class Session:
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
         """Run trials of `duration_s` seconds each to find the highest rate that the server sustains within
         the limits. Return a record of the search and its best trial's result, or None if no rate was
-        sustained. Raises BenchError."""
+        sustained. Raises BenchError if a client process fails."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 

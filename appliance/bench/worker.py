@@ -19,8 +19,8 @@ from appliance.bench.load import STOPPED, BenchProgress, Load, Record
 PROGRESS_S = 0.2
 _MAX_PREPARED = 4096
 _MAX_PREPARED_TOKENS = 16 << 20
-"""Requests are encoded before the benchmark starts until they contain this many tokens, at about six bytes
-per token. The rest are encoded just before they are sent."""
+"""Requests are encoded in advance until their prompts total this many tokens, at about six bytes per token.
+All later requests are encoded just before they are sent."""
 
 
 class Sender:
@@ -91,7 +91,7 @@ class Sender:
         self._running.add(exchange)
         try:
             record = await client.complete(body, exchange, due_at)
-            # `report` may have replaced the list during the await, so read it now
+            # `report` may have replaced `_records` during the await, so read it only now
             self._records.append(record)
         except asyncio.CancelledError:
             self._records.append(Record(due_at, 0.0, time.monotonic(), exchange.first_at, failure=STOPPED))

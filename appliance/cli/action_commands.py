@@ -23,7 +23,7 @@ WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Change nothing. Replay the last 15 minutes of requests with these limits, and show which would "
+        help="Change nothing. Replay the last 15 minutes of requests with these limits and show which would "
         "have been refused.",
     ),
 ]
@@ -41,7 +41,7 @@ class _Parameter:
             self.declared = action.declared_fields.get(field.name)
         self.description, extra = "", dict[str, Any]()
         if isinstance(kind, msgspec.inspect.Metadata):
-            # The schema describes the JSON value. The command has an option instead of null.
+            # The schema's description also explains null, which the command line replaces with an option.
             self.description = (kind.extra_json_schema or {}).get("description", "").partition(" Null ")[0]
             extra, kind = kind.extra or {}, kind.type
         self.is_argument = "after" in extra or (field.required and field.name == action.named_by)
@@ -58,7 +58,7 @@ class _Parameter:
         self.max = getattr(kind, "le", None)
 
     def signature(self) -> Iterator[inspect.Parameter]:
-        """Yield the corresponding parameters of the command's function."""
+        """Yield the parameters of the command's function that stand for this action parameter."""
         if self.declared is not None:
             yield field_option(self.declared)
             return
@@ -185,7 +185,7 @@ def _perform(asked: Any, given: Mapping[str, Any]) -> None:
 
 
 def keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    """Return a parameter of a command's function."""
+    """Return a parameter of a command's function that can be passed by keyword."""
     return inspect.Parameter(
         name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
     )

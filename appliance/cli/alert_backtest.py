@@ -31,7 +31,7 @@ def back_test_rules(
     every: bool,
     as_json: bool,
 ) -> None:
-    """Evaluate the rules against the history, and print when alerts start and end."""
+    """Evaluate alert rules against the recorded history and print when alerts start and end."""
     settings = _settings(rules)
     path = _history(run_dir, state_dir, on)
     begin = moment(since, "--since", ahead=False)

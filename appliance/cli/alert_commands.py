@@ -66,7 +66,7 @@ def alerts_test(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Test alert rules against the recorded history, and show when alerts would have been raised and ended.
+    """Test alert rules against the recorded history and show when alerts would have been raised and ended.
     The built-in rules are evaluated too, because their alerts can explain others. Requires read access to the
     state directory, but no running service.
     """

@@ -53,7 +53,7 @@ def audit_list(
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", "-f", help="Keep running, and print each action when its result is recorded."
+            "--follow", "-f", help="Keep running and print each action when its result is recorded."
         ),
     ] = False,
     file: File = None,

@@ -51,8 +51,8 @@ def list_actions(
     follow: bool,
     as_json: bool,
 ) -> None:
-    """Print the recorded actions, oldest first, followed by those waiting in the spool. If `follow` is set,
-    keep running and print each action when its result is recorded."""
+    """Print the actions in the audit chain, oldest first, followed by those still in the spool. If `follow`
+    is set, keep running and print each action when its result is recorded."""
     query = AuditQuery(
         actor=actor,
         action=action,

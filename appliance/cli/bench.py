@@ -33,7 +33,7 @@ _REQUESTS_PER_STREAM = 4
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command's options. Omitted options are None."""
+    """The options of `appliance bench`. Omitted options are None."""
 
     workloads: list[str] | None
     base_url: str | None
@@ -67,8 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """The document that --json writes. Fields ending in `_ms` are in milliseconds, fields ending in `_s` in
-    seconds. null means that nothing was measured."""
+    """The JSON document that `appliance bench --json` writes. Fields ending in `_ms` are in milliseconds,
+    fields ending in `_s` in seconds. null means that nothing was measured."""
 
     appliance: str
     at: str

@@ -34,7 +34,7 @@ class Conversation:
         self.messages = list(self._opening)
 
     def reset(self) -> None:
-        """Remove all messages except the system message."""
+        """Remove all messages from the conversation except the system message."""
         self.messages = list(self._opening)
 
     def ask(self, question: str) -> Generator[Piece | End, None, None]:

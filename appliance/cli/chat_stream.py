@@ -106,8 +106,8 @@ class ChatClient:
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
-        """Check the service's owner and connect. Raises Failure if this fails, or UntrustedError if the owner
-        is not trusted."""
+        """Check the service's owner and connect. Raises Failure if the connection fails, or UntrustedError if
+        the owner is not trusted."""
         connection = unix_connection(self._socket, timeout_s)
         try:
             connection.connect()
@@ -144,7 +144,7 @@ def events(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the complete lines of the stream. A line ends in LF or CRLF."""
+    """Yield the complete lines of a byte stream. A line ends in LF or CRLF."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -153,7 +153,8 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _objects(data: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events' JSON objects until the `[DONE]` event. Raises AnswerError for an error event."""
+    """Yield the JSON objects in server-sent events until the `[DONE]` event. Raises AnswerError for an error
+    event."""
     for text in data:
         if text == "[DONE]":
             return

@@ -73,7 +73,7 @@ def _value(field: Declared, text: str) -> Any:
 
 
 def _parsed(field: Declared, text: str) -> Any:
-    """Parse a value. Return None if the text has the wrong format."""
+    """Parse the value of a declared field. Return None if the text has the wrong format."""
     from appliance.cli.options import is_decimal
 
     plain = text.replace("_", "")
@@ -92,8 +92,8 @@ def _parsed(field: Declared, text: str) -> Any:
 
 
 def shown(field: Declared, value: Any) -> str:
-    """Format a value as human-readable text. None is shown as text that depends on the field, such as "no
-    limit"."""
+    """Format a declared field's value as human-readable text. None is shown as text that depends on the
+    field, such as "no limit"."""
     from appliance.cli.times import local
     from appliance.quantities import span_text
 

@@ -25,7 +25,7 @@ from engine.messages import KvDType, ModelDType, WeightsDType
 
 
 class FitGpu(msgspec.Struct, kw_only=True):
-    """A GPU in a memory prediction."""
+    """A GPU for which memory use is predicted."""
 
     number: int
     name: str
@@ -47,7 +47,7 @@ class FitReport(msgspec.Struct, kw_only=True):
     folder: str
     fits: bool
     reason: str
-    """Why the model does not fit, or a warning if it does."""
+    """Why the model does not fit into memory; if it fits, a warning or an empty string."""
     remedy: str
     model_type: str
     parameters: int
@@ -138,7 +138,7 @@ def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
 
 
 def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
-    """Yield the report as lines of at most `width` columns, or of any length if `width` is None."""
+    """Yield a memory prediction as lines of at most `width` columns, or of any length if `width` is None."""
     held = precision(report.dtype, report.weights, report.kv_cache_dtype)
     millions = f"{report.parameters / 1e6:,.1f} M parameters"
     yield f"{printable(report.folder)}: {report.model_type}, {millions} in {held}"

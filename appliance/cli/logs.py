@@ -28,7 +28,7 @@ def show_logs(
     process: str | None,
     as_json: bool,
 ) -> None:
-    """Print the newest lines, oldest first. With `follow`, keep running and print new lines."""
+    """Print the newest log lines, oldest first. With `follow`, keep running and print new lines."""
     query = LogQuery(limit=min(limit, MAX_PAGE_ROWS), level=level, text=text, process=process)
     with admin_client(run_dir) as client:
         page = client.call(calls.log_lines(query))
@@ -43,7 +43,7 @@ def show_logs(
 
 
 def _new_lines(client: AdminClient, query: LogQuery, after: int) -> Iterator[LogLine]:
-    """Yield new lines. Never returns."""
+    """Yield new log lines. Never returns."""
     started_at = client.status().started_at
 
     def stream() -> Iterator[LogLine]:

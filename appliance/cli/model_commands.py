@@ -132,7 +132,7 @@ def models_list(run_dir: RunDir = None, json: Json = False) -> None:
 
 @models.command("ps")
 def models_ps(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the versions that are loaded or being loaded, and show their memory use and when they will be
+    """List the versions that are loaded or being loaded, with their memory use and the time when they will be
     unloaded."""
     from appliance.cli.models import list_loaded
 

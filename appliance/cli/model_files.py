@@ -24,7 +24,7 @@ _PRUNED = (Column("NAME", flexible=True), Column("VERSION", right=True), Column(
 
 
 class Deleted(msgspec.Struct):
-    """A deleted folder of downloaded files."""
+    """A deleted folder of downloaded model files."""
 
     folder: str
     freed_bytes: int
@@ -85,8 +85,8 @@ def _folders_of(client: AdminClient, target: str) -> list[str]:
 
 
 def _check_downloaded(folders: Sequence[str]) -> None:
-    """Raise Failure if a folder's files were not downloaded by `models pull`. This is checked before anything
-    is removed."""
+    """Raise Failure if a folder's files were not downloaded by `models pull`. Called before anything is
+    removed."""
     from appliance.hub.cleanup import in_hub_cache
 
     for folder in folders:

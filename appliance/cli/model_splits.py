@@ -28,7 +28,8 @@ def shares(found: dict[str, float]) -> str:
 
 
 def weights(texts: list[str]) -> dict[str, float]:
-    """Parse the weights of a split, given as TARGET=WEIGHT. Raises CommandLineError."""
+    """Parse the weights of a split, given as TARGET=WEIGHT. Raises CommandLineError if a text has another
+    format."""
     found: dict[str, float] = {}
     for text in texts:
         target, equals, weight = text.rpartition("=")
@@ -48,7 +49,8 @@ def weights(texts: list[str]) -> dict[str, float]:
 
 
 def percentage(text: str, option: str) -> float:
-    """Parse a percentage such as 5% and return it as a fraction. Raises CommandLineError."""
+    """Parse a percentage such as 5% and return it as a fraction. Raises CommandLineError for any other
+    text."""
     try:
         percent = float(text.removesuffix("%"))
     except ValueError:

@@ -16,7 +16,7 @@ _DECIMAL = re.compile(r"[+-]?[0-9]{0,30}\.?[0-9]{0,30}([eE][+-]?[0-9]{1,3})?")
 
 def whole_number(low: int, high: int) -> Callable[[str | int], int]:
     """Return a parser for whole numbers within a range, for `typer.Option(parser=…)`. Unlike typer's ranges,
-    it accepts only ASCII digits, and its error messages name the range."""
+    the parser accepts only ASCII digits and names the range in its error messages."""
 
     def integer(value: str | int) -> int:
         text = str(value)
@@ -30,8 +30,8 @@ def whole_number(low: int, high: int) -> Callable[[str | int], int]:
 
 
 def number(low: float, high: float) -> Callable[[str | float], float]:
-    """Return a parser for numbers within a range, for `typer.Option(parser=…)`. Unlike typer's ranges, it
-    rejects NaN."""
+    """Return a parser for numbers within a range, for `typer.Option(parser=…)`. Unlike typer's ranges, the
+    parser rejects NaN."""
 
     def decimal(value: str | float) -> float:
         text = str(value)

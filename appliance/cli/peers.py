@@ -41,7 +41,7 @@ def list_peers(run_dir: str | None, *, as_json: bool) -> None:
 
 
 def by_number(peer: str) -> str:
-    """Convert `user:alice` to `uid:1000` and `group:staff` to `gid:50`, and return any other text unchanged.
+    """Convert `user:alice` to `uid:1000` and `group:staff` to `gid:50`. Return any other text unchanged.
     Raises CommandLineError for an unknown name."""
     kind, _, name = peer.partition(":")
     try:

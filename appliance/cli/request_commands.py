@@ -19,7 +19,7 @@ def requests_read(
     context: typer.Context,
     limit: Limit = 20,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep running, and print requests when they finish.")
+        bool, typer.Option("--follow", "-f", help="Keep running and print requests when they finish.")
     ] = False,
     request_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Show only this request, with all its fields.")
@@ -56,7 +56,10 @@ def requests_read(
         ),
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="With --running: keep running, and update the list every second.")
+        bool,
+        typer.Option(
+            "--watch", help="With --running: keep running and update the list of requests every second."
+        ),
     ] = False,
     run_dir: RunDir = None,
     state_dir: StateDir = None,

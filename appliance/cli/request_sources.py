@@ -25,17 +25,17 @@ starting and stopping."""
 
 
 class Found(NamedTuple):
-    """The rows that match a query, oldest first, and the log position at which they were read."""
+    """The request log rows that match a query, oldest first, and the log position at which they were read."""
 
     rows: list[NamedRequest]
     sequence: int
 
 
 class RequestSource(Protocol):
-    """A source of the request log."""
+    """A source from which the request log can be read."""
 
     name: str
-    """Name of the source, shown in messages."""
+    """Name of the request log's source, as shown in messages."""
 
     def newest(self, query: RequestLogQuery, limit: int) -> Found:
         """Return the newest `limit` requests that match the query."""
@@ -117,6 +117,6 @@ class FileLog:
 
 
 def named(row: LoggedRequest) -> NamedRequest:
-    """Convert a row from the file to a request. The key's name is left empty, because the file contains no
+    """Convert a row of `history.db` to a request. The key's name is left empty, because the file contains no
     key names."""
     return NamedRequest(**msgspec.structs.asdict(row))

@@ -188,8 +188,8 @@ def _show_fields(row: NamedRequest) -> None:
 
 
 def unseen(changes: Iterator[NamedRequest], shown: dict[str, NamedRequest]) -> Iterator[NamedRequest]:
-    """Yield the requests that have not been shown yet. A request that ended while the list was being read is
-    in both the list and the stream."""
+    """Yield the requests in `changes` that have not been shown in this state yet. A request that ended while
+    `shown` was being read is also in `changes`."""
     for row in changes:
         before = shown.pop(row.request_id, None)
         if before is None or before.state != row.state:

@@ -49,9 +49,7 @@ def status(run_dir: RunDir = None, json: Json = False) -> None:
 
 def logs(
     limit: Limit = 50,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep running, and print new lines.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep running and print new lines.")] = False,
     level: Annotated[
         LogLevel | None, typer.Option(help="Show only lines of at least this level.", show_default=False)
     ] = None,
@@ -83,7 +81,7 @@ def logs(
 def doctor(
     config: Config = None, run_dir: RunDir = None, state_dir: StateDir = None, json: Json = False
 ) -> None:
-    """Check for anything that can prevent the service from working, and suggest remedies. The exit code is 1
+    """Check for anything that can prevent the service from working and suggest remedies. The exit code is 1
     if there is a problem. If the run directory contains only a socket forwarded from another machine, the
     service there checks itself."""
     from appliance.cli.doctor import show_findings

@@ -139,8 +139,8 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 
 def _per_token(front: FrontStatus) -> str:
-    # With few streamed tokens, most of the CPU time was spent starting the process, so the value would be
-    # misleading.
+    # With few streamed tokens, most of the CPU time was spent starting the process, so the time per token
+    # would be misleading.
     if front.cpu_us_per_token is None or front.tokens < _MIN_TOKENS:
         return ""
     return f"{front.cpu_us_per_token:.1f}"

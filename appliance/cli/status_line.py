@@ -25,7 +25,7 @@ class StatusLine:
         self._is_drawn = False
 
     def show(self, text: str) -> None:
-        """Replace the line."""
+        """Replace the text of the status line."""
         if self.is_visible:
             # A line that wraps cannot be overwritten.
             width = min(_MAX_WIDTH, terminal_width(self._stream) or _MAX_WIDTH) - 1
@@ -33,7 +33,7 @@ class StatusLine:
             self._is_drawn = True
 
     def clear(self) -> None:
-        """Remove the line."""
+        """Remove the status line from the terminal."""
         if self._is_drawn:
             print("\r\x1b[K", end="", file=self._stream, flush=True)
             self._is_drawn = False

@@ -11,7 +11,8 @@ from store.fields import Declared
 
 
 def field_columns(fields: Sequence[Declared], first_drop: int) -> Iterator[Column]:
-    """Yield a column for each field. On a narrow terminal, the last fields' columns are dropped first."""
+    """Yield a table column for each field. On a narrow terminal, the last fields' columns are dropped
+    first."""
     for number, field in enumerate(fields):
         yield Column(
             field.label.upper(),

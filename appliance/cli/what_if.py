@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def print_forecast(run_dir: str | None, asked: msgspec.Struct, *, as_json: bool) -> None:
-    """Print each tenant's predicted outcomes next to the recorded outcomes."""
+    """Print the predicted outcomes of each tenant's requests next to the recorded outcomes."""
     with admin_client(run_dir) as client:
         forecast = client.call(calls.what_if(asked))
     if as_json:

@@ -54,7 +54,7 @@ class AsyncAdminClient:
         self._read_only = read_only
 
     async def call(self, call: Call[Answer]) -> Answer:
-        """Make a call and return its result."""
+        """Make an admin API call and return its result."""
         async with self._sent(call, call_timeout_s(call, self._timeout_s)) as response:
             content = b"".join([piece async for piece in response.pieces()])
         return call.decode(response.status, content, str(self.socket))
@@ -89,7 +89,7 @@ class AsyncAdminClient:
 
     @contextlib.asynccontextmanager
     async def _sent(self, call: Call[Answer], timeout_s: float | None) -> AsyncIterator[_ResponseStream]:
-        """Send a call and yield its response. Leaving the `with` block closes the connection."""
+        """Send an admin API call and yield its response. Leaving the `with` block closes the connection."""
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await self._connect()

@@ -41,7 +41,8 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended: list[str] = []
     """Ids of finished requests."""
     generated_tokens: dict[str, int] = {}
-    """Output token counts so far, by request id, for all other requests that have generated tokens."""
+    """Output token counts so far, by request id, of the requests that have generated tokens and are not in
+    `requests`."""
 
 
 class MissingFrameError(Exception):

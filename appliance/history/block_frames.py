@@ -39,7 +39,7 @@ class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
 
 
 def coarse(blocks: BlockMap) -> BlockMap:
-    """Return the map, reduced to at most `MAX_RECORDED_CELLS` cells."""
+    """Return a KV block map, reduced to at most `MAX_RECORDED_CELLS` cells."""
     step = -(-len(blocks.states) // MAX_RECORDED_CELLS)
     if step <= 1:
         return blocks
@@ -53,7 +53,7 @@ def coarse(blocks: BlockMap) -> BlockMap:
 
 
 def encode_blocks(blocks: BlockMap, before: BlockMap | None) -> RecordedBlocks:
-    """Encode a map as a frame. `before` is the preceding map, or None to encode the whole map."""
+    """Encode a KV block map as a frame. `before` is the preceding map, or None to encode the whole map."""
     frame = None if before is None else _changes(blocks, before)
     return frame or RecordedBlocks(
         True,
@@ -70,8 +70,8 @@ def encode_blocks(blocks: BlockMap, before: BlockMap | None) -> RecordedBlocks:
 
 
 def decode_blocks(frame: RecordedBlocks, before: BlockMap | None) -> BlockMap:
-    """Apply a frame to the preceding map and return the resulting map. Raises ValueError if the frame does
-    not fit the preceding map."""
+    """Apply a frame to the preceding KV block map and return the resulting map. Raises ValueError if the
+    frame does not fit the preceding map."""
     if frame.whole:
         base = BlockMap(states=b"", owners=b"", requests=[], tenants=[])
         states, ages, owners = frame.states, frame.ages, frame.owners
@@ -124,7 +124,8 @@ def _shape(blocks: BlockMap) -> tuple[int, int, bool]:
 
 
 def _without(blocks: BlockMap, ended: Sequence[int]) -> BlockMap:
-    """Return the map without the requests at the indices in `ended`. Their blocks then have no owner."""
+    """Return the KV block map without the requests at the indices in `ended`. The blocks of these requests
+    then have no owner."""
     if not ended:
         return blocks
     removed = set(ended)
@@ -148,5 +149,6 @@ def _xor(one: bytes, other: bytes) -> bytes:
 
 
 def _plus(values: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Return the element-wise sums. `others` may be shorter than `values`; missing elements count as 0."""
+    """Return the element-wise sums of two sequences. `others` may be shorter; its missing elements count as
+    0."""
     return [value + (others[number] if number < len(others) else 0) for number, value in enumerate(values)]

@@ -48,9 +48,10 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
     requests: list[UnfinishedRequest]
     """New requests, and requests with changes in fields other than tokens and times."""
     ended: list[int]
-    """Indices of the finished requests in the preceding list."""
+    """Indices of the finished requests in the preceding second's list of requests."""
     tokens: list[int]
-    """Number of new output tokens of each unfinished request, in the order of the preceding list."""
+    """Number of new output tokens of each unfinished request in the preceding second's list that is not in
+    `requests`."""
     alerts: list[Alert] | None
     """All alerts, or None if they have not changed."""
     stalls: list[Stall] = []

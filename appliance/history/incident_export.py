@@ -42,8 +42,8 @@ class Incident(msgspec.Struct, kw_only=True):
 
 
 def export_incident(past: PastSource, since: float, until: float, path: Path) -> Incident:
-    """Write the history between two times (in unix seconds) to `path`, which must not exist. Raises
-    PastError."""
+    """Write the history between two times (in unix seconds) to `path`, which must not exist. Raises PastError
+    if the export fails."""
     if not since < until:
         raise PastError("the slice ends before it begins: swap the two times")
     if until - since > MAX_INCIDENT_S:

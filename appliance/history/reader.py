@@ -52,7 +52,7 @@ class PastReader:
         self._alerts = AlertReader(path)
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the service state at a given time. Raises NotRecordedError."""
+        """Return the service state at a given time. Raises NotRecordedError if no sample covers this time."""
         span = self._telemetry.span()
         if span is None:
             raise NotRecordedError(
@@ -100,7 +100,7 @@ class PastReader:
         )
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
-        """Return measurements over time. Raises TooManyValuesError."""
+        """Return measurements over time. Raises TooManyValuesError if the query selects too many."""
         # Patterns translated by fnmatch match in time proportional to the name's length. If each star were
         # translated to ".*", a few stars would be enough to block the whole process.
         patterns = [fnmatch.translate(one.strip().translate(_LITERAL)) for one in query.metrics.split(",")]

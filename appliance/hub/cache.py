@@ -29,15 +29,15 @@ class RepositoryCache:
         self._repository = repository
 
     def blob(self, file: RemoteFile) -> Path:
-        """Return the path of the complete file."""
+        """Return the path of a file once it has been downloaded completely."""
         return self.folder / "blobs" / file.digest
 
     def partial(self, file: RemoteFile) -> Path:
-        """Return the path of the partially downloaded file."""
+        """Return the path of a file while it is only partially downloaded."""
         return self.folder / "blobs" / f"{file.digest}.incomplete"
 
     def snapshot(self, commit: str) -> Path:
-        """Return the path of a commit's folder."""
+        """Return the path of a commit's snapshot folder."""
         return self.folder / "snapshots" / commit
 
     def received_bytes(self, files: Iterable[RemoteFile]) -> int:
@@ -49,7 +49,7 @@ class RepositoryCache:
         return received
 
     def prepare(self) -> None:
-        """Create the cache's folders. Raises OSError."""
+        """Create the repository's folders in the cache. Raises OSError if this fails."""
         for name in ("blobs", "snapshots", "refs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -68,7 +68,7 @@ class RepositoryCache:
         os.replace(self.partial(file), self.blob(file))
 
     def link(self, commit: str, files: Iterable[RemoteFile]) -> None:
-        """Link the complete files into a commit's folder."""
+        """Link the complete files into a commit's snapshot folder."""
         for file in files:
             link = self.snapshot(commit) / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -106,10 +106,9 @@ class RepositoryCache:
 @contextmanager
 def as_owner(root: Path) -> Iterator[None]:
     """While the context is active, create files in `root` with that folder's owner and group. Root acts as
-    the folder's owner, so that the service's user can read the files. This also prevents links that this user
-    may have placed in the folder from redirecting root's writes to other files. For other users, files stay
-    group-writable if they inherit the folder's group (set-group-ID), because every operator must be able to
-    continue a pull.
+    the folder's owner, so that the service's user can read the files and no link that this user may have
+    placed in the folder can redirect root's writes to other files. For other users, files stay group-writable
+    if they inherit the folder's group (set-group-ID), because every operator must be able to continue a pull.
     """
     found = root.stat()
     shared = bool(found.st_mode & stat.S_ISGID)

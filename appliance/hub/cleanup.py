@@ -20,7 +20,7 @@ def in_hub_cache(folder: Path) -> bool:
 
 def delete_snapshot(folder: Path) -> int:
     """Delete a commit's folder from its hub cache, along with files that no other commit uses. Return the
-    number of bytes freed. Raises HubError."""
+    number of bytes freed. Raises HubError if `folder` is not in a hub cache or cannot be deleted."""
     if not in_hub_cache(folder):
         raise HubError(
             f"{folder} was not downloaded with models pull, so its files are kept: delete them yourself"
@@ -28,7 +28,7 @@ def delete_snapshot(folder: Path) -> int:
     repository = folder.parent.parent
     cache = RepositoryCache(repository.parent, repository.name.removeprefix(_FOLDER).replace("--", "/"))
     with as_owner(cache.root), cache.lock():
-        # Another repository can contain the same commit, so delete it only in this repository.
+        # Another repository can contain the same commit, so delete the commit only in this repository.
         scanned = scan_cache_dir(cache.root)
         own = frozenset(one for one in scanned.repos if one.repo_path.name == repository.name)
         strategy = replace(scanned, repos=own).delete_revisions(folder.name)

@@ -66,8 +66,9 @@ class Download:
         """Number of bytes received from the hub."""
 
     def run(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
-        """Download the files not yet in the cache and show the progress. Raises HubError. Complete and
-        partial files are kept even after an error, except those with a wrong checksum."""
+        """Download the files not yet in the cache and show the progress. Raises HubError if a file cannot be
+        downloaded. Complete and partial files are kept even after an error, except those with a wrong
+        checksum."""
         missing = [file for file in files if not self._cache.blob(file).exists()]
         total = sum(file.size for file in missing)
         self._stop = threading.Event()
@@ -156,7 +157,7 @@ class Download:
             self._check()
 
     def _receive(self, file: RemoteFile, partial: _Partial) -> None:
-        """Receive the rest of a file, until the file ends or an error occurs."""
+        """Receive the missing part of a file, until the file ends or an error occurs."""
         url = hf_hub_url(
             self._listing.reference.repository,
             file.path,
@@ -222,7 +223,7 @@ class _Partial:
         os.close(self._descriptor)
 
     def append(self, chunk: bytes) -> None:
-        """Append received bytes to the file. Raises OSError."""
+        """Append received bytes to the file. Raises OSError if they cannot be written."""
         rest = memoryview(chunk)
         while rest:
             written = os.write(self._descriptor, rest)

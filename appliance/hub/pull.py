@@ -23,14 +23,14 @@ class Pulled(msgspec.Struct, kw_only=True):
     bytes: int
     """Total size of the model's files, in bytes."""
     received_bytes: int
-    """Bytes received by this pull. The rest was already in the cache."""
+    """Bytes received by this pull. All other bytes were already in the cache."""
 
 
 def pull_model(
     hub: Hub, reference: Reference, root: Path, progress: DownloadProgress, check: Callable[[Path], None]
 ) -> Pulled:
     """Download the safetensors, tokenizer and configuration files of a repository into the hub cache `root`,
-    which must exist. Raises HubError.
+    which must exist. Raises HubError if the download fails.
 
     The small files are downloaded first, because they include the index of weight files, whose total size
     must be known before the free disk space can be checked. `check` is called with the folder that contains

@@ -59,7 +59,7 @@ class Hub(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file in a repository."""
+    """A file in a hub repository."""
 
     path: str
     size: int
@@ -83,7 +83,7 @@ def hub_from_environment() -> Hub:
 
 
 def parse_reference(text: str) -> Reference:
-    """Parse ORG/NAME[@REVISION]. Raises HubError."""
+    """Parse a repository reference, ORG/NAME[@REVISION]. Raises HubError for any other format."""
     repository, at, revision = text.partition("@")
     if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
         raise HubError(
@@ -95,7 +95,7 @@ def parse_reference(text: str) -> Reference:
 
 
 def list_files(hub: Hub, reference: Reference) -> Listing:
-    """Return the files in a repository that this product can read. Raises HubError."""
+    """Return the list of a repository's files. Raises HubError if the hub does not provide one."""
     api = HfApi(endpoint=hub.endpoint, token=hub.header_token(), library_name="appliance")
     try:
         with hub_errors(hub, reference):
@@ -143,7 +143,8 @@ def configuration_files(listing: Listing) -> list[RemoteFile]:
 
 def weight_files(listing: Listing, snapshot: Path) -> list[RemoteFile]:
     """Return the safetensors files that contain the weights: those listed in the index, which must have been
-    downloaded to `snapshot`, or a single file if there is no index. Raises HubError."""
+    downloaded to `snapshot`, or a single file if there is no index. Raises HubError if the index is invalid
+    or a file is missing."""
     if INDEX not in listing.files:
         return [_checked(listing, listing.files[SINGLE])]
     name = listing.reference.repository

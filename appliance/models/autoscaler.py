@@ -37,8 +37,8 @@ class ScalingRules(NamedTuple):
     ttft_target_s: float
     """Target time to first token."""
     cooldown_s: float
-    """Time allowed for a change to take effect. During this time, no replica is removed, and none is added
-    because of late requests."""
+    """Time allowed for a change in the number of replicas to take effect. During this time, no replica is
+    removed, and none is added because of late requests."""
     idle_s: float
     """How long the load must have been low before a replica is removed."""
 
@@ -93,8 +93,8 @@ class Autoscaler:
         self._changed_at, self.refusal = now, ""
 
     def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return the change that is due, or None. Call this once per second. After making the change, call
-        `changed`; if the change is impossible, call `refuse`."""
+        """Return the change in the number of replicas that is due, or None. Call this once per second. After
+        making the change, call `changed`; if the change is impossible, call `refuse`."""
         if now - self._refused_at >= REFUSED_S:
             self.refusal = ""
         self.forecast.add(now, load.demand)

@@ -52,7 +52,7 @@ class Bundles:
     ) -> None:
         """`settings` is a function that returns the current settings."""
         self.incomplete: set[tuple[str, ...]] = set()
-        """Partly loaded bundles. Their remaining models are loaded next."""
+        """Partly loaded bundles. The remaining models of these bundles are loaded next."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -226,7 +226,7 @@ class Bundles:
         return 0 if settings is None else (await self._manager.shortage_of(unit, settings)).bytes
 
     async def measure(self, bundles: list[Bundle], wanted: str) -> list[Bundle]:
-        """Return the bundles, each with `memory_bytes` set to the memory that unloading it would make
+        """Return the bundles, each with `memory_bytes` set to the memory that unloading the bundle would make
         available to the `wanted` model. The memory of models on the CPU is predicted."""
         settings = {
             unit: one

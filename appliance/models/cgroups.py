@@ -1,7 +1,7 @@
 """Limits replicas' CPU time and memory with control groups (cgroup v2).
 
-The service manager must delegate the service's own cgroup to it; systemd does so with `Delegate=`. The
-service then creates this tree below its cgroup:
+The service manager must delegate the service's own cgroup to the service; systemd does so with `Delegate=`.
+The service then creates this tree below its cgroup:
 
     service/        the core, the fronts and replicas without limits
     replica-NAME/   the ranks of one replica
@@ -103,7 +103,7 @@ class ReplicaCgroups:
 
     def _pass_on(self) -> Path:
         """Enable the controllers of the service's own cgroup for its children and return the cgroup. Raises
-        OSError or _NotPossibleError."""
+        OSError or _NotPossibleError if this fails."""
         base = self._find()
         controllers = (base / "cgroup.controllers").read_text().split()
         if missing := [name for name in ("cpu", "memory") if name not in controllers]:

@@ -117,7 +117,7 @@ def _snapshots(repository: Path) -> list[Path]:
 
 
 def _needed(folder: Path, weights: bool) -> list[Path]:
-    """Return the paths of the files that the service reads from the folder. Some may not exist."""
+    """Return the paths of the files that the service reads from a model folder. Some may not exist."""
     found = [folder / name for name in SMALL_FILES]
     return found + sorted(folder.glob("*.safetensors")) if weights else found
 
@@ -161,8 +161,8 @@ def _check_weights(folder: Path) -> None:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the names of all weight files listed in the checkpoint's index. If the index is invalid, the
-    list is empty, and `read_entries` reports the problem."""
+    """Return the names of all weight files listed in the checkpoint's index. If the index is invalid, return
+    no names; `read_entries` reports the problem."""
     try:
         names = json.loads(index.read_bytes())["weight_map"].values()
         return sorted({name for name in names if isinstance(name, str) and Path(name).name == name})

@@ -21,7 +21,7 @@ length."""
 
 
 class UnfitError(Exception):
-    """The model cannot run on this machine. `remedy` explains how to fix the problem."""
+    """Raised if a model cannot run on this machine. `remedy` explains how to fix the problem."""
 
     def __init__(self, description: str, remedy: str) -> None:
         super().__init__(description)
@@ -38,7 +38,7 @@ class MachineMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The machine's total host memory."""
 
     def idle(self) -> MachineMemory:
-        """Return a copy in which other processes use no memory."""
+        """Return this machine's memory as if no process were using any of it."""
         return MachineMemory(
             gpus=[gpu._replace(used_bytes=0) for gpu in self.gpus],
             available_bytes=self.total_bytes,
@@ -61,7 +61,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum sequence length, in tokens, allowed by the settings or the checkpoint."""
     max_num_seqs: int
     kv_blocks: int
-    """The configured number of KV blocks, or as many blocks as fit."""
+    """Number of KV blocks: the configured number or, without one, as many as fit into memory."""
     total_bytes: int
     """Device memory per rank. On a CPU, this is the available memory divided by the number of ranks."""
     used_bytes: int
@@ -90,7 +90,8 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_num_seqs, self.kv_blocks // -(-tokens // BLOCK_TOKENS))
 
     def lengths(self) -> list[int]:
-        """Return the lengths for which to show the number of concurrent sequences, in ascending order."""
+        """Return the sequence lengths, in ascending order, for which to show the number of concurrent
+        sequences."""
         longest = min(self.max_model_len, self.kv_tokens)
         return [*(length for length in _LENGTHS if length < longest), longest] if longest else []
 

@@ -14,9 +14,9 @@ from appliance.models.gpus import gpu_processes
 log = logging.getLogger(__name__)
 
 _RETURNED_WITHIN_S = 10.0
-"""How long the memory may take to be freed after the processes have exited or been killed."""
+"""How long a stopped replica's memory may take to be freed after the replica's processes have exited."""
 _CHECKED_WITHIN_S = 15.0
-"""Time limit for the whole check, including NVML calls that may hang."""
+"""Time limit for checking whether a replica's memory was freed, including NVML calls that may hang."""
 _POLL_S = 0.1
 
 GpuProcesses = Callable[[], Mapping[int, Collection[int]]]

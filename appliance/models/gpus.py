@@ -33,7 +33,7 @@ class GpuReport(NamedTuple):
 
 @contextlib.contextmanager
 def nvml_session() -> Iterator[None]:
-    """Keep NVML initialised while the context is active. Raises pynvml.NVMLError."""
+    """Keep NVML initialised while the context is active. Raises pynvml.NVMLError if NVML cannot be used."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -81,13 +81,14 @@ class NvmlDevice(NamedTuple):
 
     handle: Any
     gpu: Any
-    """The handle of the GPU that contains the device. It equals `handle` unless the device is a MIG
+    """The handle of the GPU that contains the device; the same as `handle` unless the device is a MIG
     instance."""
     is_instance: bool
 
 
 def devices() -> Iterator[NvmlDevice]:
-    """Yield the machine's GPUs and MIG instances. NVML must be initialised. Raises pynvml.NVMLError."""
+    """Yield the machine's GPUs and MIG instances. NVML must be initialised. Raises pynvml.NVMLError if an
+    NVML call fails."""
     import pynvml
 
     for index in range(pynvml.nvmlDeviceGetCount()):

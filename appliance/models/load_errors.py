@@ -6,11 +6,12 @@ import asyncio
 
 
 class LoadError(Exception):
-    """A model version cannot be loaded, unloaded or swapped. The message gives the reason and the remedy."""
+    """Raised if a model version cannot be loaded, unloaded or swapped. The message gives the reason and the
+    remedy."""
 
 
 class MemoryShortageError(LoadError):
-    """A model version does not fit into memory alongside the loaded models."""
+    """Raised if a model version does not fit into memory alongside the loaded models."""
 
 
 def not_loaded(unit: str) -> LoadError:

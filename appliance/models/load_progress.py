@@ -30,7 +30,8 @@ class LoadProgress:
         return f"{self._begun()}; {former.stage}{amount} took {seconds:.1f} s"
 
     def due(self, now: float) -> str:
-        """Return a log line if none has been logged for 10 seconds, otherwise an empty string."""
+        """Return a log line about the load's progress if none has been logged for 10 seconds, otherwise an
+        empty string."""
         if now - self._logged_at < _LOG_EVERY_S:
             return ""
         self._logged_at = now

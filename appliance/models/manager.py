@@ -192,7 +192,8 @@ class ModelManager:
         return next(filter(None, map(replica_remedy, self.of(unit))), "")
 
     def retry(self, unit: str) -> list[str]:
-        """Immediately start the model's replicas that are waiting to be restarted, and return their names."""
+        """Immediately start the model's replicas that are waiting to be restarted. Return the names of these
+        replicas."""
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
@@ -238,7 +239,7 @@ class ModelManager:
 
     def _redescribe(self, name: str, wanted: ModelSettings, described: ServedModel | None) -> None:
         """Apply the model settings that take effect without replacing replicas. `described` is the model's
-        new description if a text setting has changed, otherwise None."""
+        new description if a setting used by the fronts has changed, otherwise None."""
         known = msgspec.structs.replace(self.models[name], required=wanted.required)
         if described is not None and described.folder == known.folder:
             known = msgspec.structs.replace(

@@ -31,13 +31,13 @@ these two."""
 
 
 class ManifestError(Exception):
-    """A folder cannot be read or differs from its manifest. The message gives the file, the problem and the
-    remedy."""
+    """Raised if a folder cannot be read or differs from its manifest. The message gives the file, the problem
+    and the remedy."""
 
 
 def read_manifest(folder: str) -> tuple[ModelFile, ...]:
-    """Return the manifest of a folder's files, excluding hidden files and subfolders. Raises
-    ManifestError."""
+    """Return the manifest of a folder's files, excluding hidden files and subfolders. Raises ManifestError if
+    a file cannot be read."""
     try:
         paths = _files(Path(folder))
         with ThreadPoolExecutor(_READERS) as pool:
@@ -49,7 +49,8 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
     """Check that the files in a folder still match the manifest. For large files, compare the size and
     samples, and also the SHA-256 if the modification time differs. Manifests created by older releases
-    contain no samples or modification times, so neither is compared. Raises ManifestError."""
+    contain no samples or modification times, so neither is compared. Raises ManifestError if a file differs
+    or cannot be read."""
     known = {file.name: file for file in files}
     try:
         paths = {_name(path): path for path in _files(Path(folder))}

@@ -34,7 +34,7 @@ def cpus_near(nodes: set[int], root: Path = _NODES) -> tuple[int, ...]:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Parse a CPU list such as "0-3,8". Raises ValueError."""
+    """Parse a CPU list such as "0-3,8". Raises ValueError if the list is not valid."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

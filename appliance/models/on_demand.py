@@ -112,13 +112,15 @@ class OnDemand:
     # ── for operators ──
 
     async def load(self, record: VersionRecord) -> None:
-        """Load a version as `ModelOperations.load` does. If it does not fit into memory, first unload idle
-        models that may be unloaded. If it is already being loaded, wait for that load. Raises LoadError."""
+        """Load a version as `ModelOperations.load` does. If the version does not fit into memory, first
+        unload idle models that may be unloaded. If it is already being loaded, wait for that load. Raises
+        LoadError if the load fails."""
         await self._shared_load(record.unit, record)
 
     async def load_declared(self, unit: str) -> None:
-        """Load an optional model from the settings. If it does not fit into memory, first unload idle models
-        that may be unloaded. If it is already being loaded, wait for that load. Raises LoadError."""
+        """Load an optional model from the settings. If the model does not fit into memory, first unload idle
+        models that may be unloaded. If it is already being loaded, wait for that load. Raises LoadError if
+        the load fails."""
         await self._shared_load(unit, None)
 
     async def _shared_load(self, unit: str, record: VersionRecord | None) -> None:
@@ -200,7 +202,8 @@ class OnDemand:
 
     async def _wake(self, record: VersionRecord) -> None:
         """Wake a sleeping version for which requests are waiting in the fronts. If there is not enough
-        memory, unload it, so that it is later loaded like any other model. Raises LoadError."""
+        memory, unload the version, so that it is later loaded like any other model. Raises LoadError if
+        waking fails for another reason."""
         unit = record.unit
         await self._operations.finish_sleep(unit)
         if unit not in self._operations.asleep:
@@ -225,8 +228,7 @@ class OnDemand:
             await asyncio.sleep(_POLL_S)
 
     def _observe(self) -> None:
-        """Record which models are in use, and remove from the fronts the versions that are no longer
-        needed."""
+        """Record which models are in use. Remove from the fronts the versions that are no longer needed."""
         self._bundles.observe()
         for unit in [unit for unit in self._routing.usable if self._routing.version_of(unit) is None]:
             # A request introduced the version to the fronts while a command was deleting it.
@@ -332,7 +334,7 @@ class OnDemand:
     async def _evict(
         self, units: tuple[str, ...], reason: EvictionReason, explanation: str, wanted: tuple[str, ...] = ()
     ) -> None:
-        """Unload models or put them to sleep, and wait until their memory is free. The wait lasts at most
+        """Unload models or put them to sleep and wait until their memory is free. The wait lasts at most
         `DRAIN_S` plus the time limits for putting replicas to sleep and stopping them. `wanted` holds the
         models that need the memory."""
         leaving = [unit for unit in units if self._manager.of(unit)]
@@ -427,8 +429,8 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     def _repaired(self, unit: str) -> None:
-        """Retry a version that failed to load and whose files have since changed. If it is loaded on demand,
-        resume accepting its requests. Otherwise, load it now."""
+        """Retry a version that failed to load and whose files have since changed. If the version is loaded on
+        demand, resume accepting its requests. Otherwise, load it now."""
         record = self._routing.version_of(unit)
         if record is None:
             return

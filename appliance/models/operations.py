@@ -110,7 +110,8 @@ class ModelOperations:
     # ── failures ──
 
     def note_failure(self, record: VersionRecord, reason: str) -> None:
-        """Record that the version could not be loaded, and call `on_repair` as soon as its files change."""
+        """Record that the version could not be loaded. Call `on_repair` as soon as the version's files
+        change."""
         unit = record.unit
         self.forget_failure(unit)
         self._routing.failures[unit] = reason
@@ -130,7 +131,7 @@ class ModelOperations:
         """Load a version and return when every front can send requests to it. If the version is its model's
         default or a target of the model's split, requests for the model wait during the load, unless another
         target can answer them. If the version is already being loaded, wait for that load. If it is asleep,
-        wake it. Raises LoadError."""
+        wake it. Raises LoadError if the version cannot be loaded."""
         unit = record.unit
         if unit in self.asleep or unit in self.sleeps:
             await self.wake(record)
@@ -187,7 +188,7 @@ class ModelOperations:
         await outcome(task, unit)
 
     async def _keep(self, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
-        """Keep a version that was about to be unloaded, and resume routing requests to it."""
+        """Keep a version that was about to be unloaded and resume routing requests to it."""
         unloading.cancel()
         await asyncio.wait([unloading])
         self._routing.usable.add(record.unit)
@@ -213,7 +214,8 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def _start(self, record: VersionRecord, settings: ModelSettings) -> None:
-        """Start the version's replicas and wait until they and the fronts are ready. Raises LoadError."""
+        """Start a version's replicas and wait until they and the fronts are ready. Raises LoadError if the
+        version cannot be loaded."""
         served = await self._described(record, settings)
         await self._check_memory(record.unit, settings)
         self._manager.load(served, settings)
@@ -222,7 +224,7 @@ class ModelOperations:
 
     async def _described(self, record: VersionRecord, settings: ModelSettings) -> ServedModel:
         """Compare a version's files with the manifest and return the version's description for the fronts.
-        Raises LoadError."""
+        Raises LoadError if the files differ or cannot be read."""
         await self._check_files(record)
         limit_s = self._manager.load_timeout_s
         try:
@@ -233,7 +235,7 @@ class ModelOperations:
             raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
 
     async def _check_files(self, record: VersionRecord) -> None:
-        """Compare a version's files with the manifest stored when it was added. Raises LoadError."""
+        """Raise LoadError if a version's files differ from the manifest stored when the version was added."""
         problem = await find_problem(
             lambda: difference(record.folder, record.files), record.folder, self._manager.load_timeout_s
         )
@@ -241,8 +243,9 @@ class ModelOperations:
             raise LoadError(problem)
 
     async def _check_memory(self, unit: str, settings: ModelSettings) -> None:
-        """Raise MemoryShortageError if the model does not fit into memory. If it is asleep and only GPUs
-        other than its own have enough memory, stop its replicas, so that it can be loaded on those GPUs."""
+        """Raise MemoryShortageError if the model does not fit into memory. If the model is asleep and only
+        GPUs other than its own have enough memory, stop its replicas, so that it can be loaded on those
+        GPUs."""
         manager = self._manager
         refusal = (await manager.shortage_of(unit, settings)).reason
         if refusal and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).reason:
@@ -254,7 +257,8 @@ class ModelOperations:
             )
 
     async def _fronts_ready(self, unit: str) -> None:
-        """Wait until every front has read the version's tokenizer. Raises LoadError."""
+        """Wait until every front has read the version's tokenizer. Raises LoadError if a front fails to do
+        so."""
         in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
         if reason := self._fronts.problem_with(unit):
             raise LoadError(f"{unit} could not be loaded: {reason}")
@@ -287,7 +291,8 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def load_declared(self, unit: str) -> None:
-        """Load an optional model from the settings and return when it is ready. Raises LoadError."""
+        """Load an optional model from the settings and return when it is ready. Raises LoadError if the load
+        fails."""
         settings = self._manager.settings_of(unit)
         if settings is not None and self._manager.is_parked(unit):
             await self._check_memory(unit, settings)
@@ -301,8 +306,8 @@ class ModelOperations:
 
     async def bring_back(self, unit: str) -> None:
         """Load or wake a model that accepts requests without being loaded. If this fails, raise LoadError and
-        leave the model unloaded, without sleeping replicas. However, if the model is in the settings and its
-        replicas are waiting for its files to be corrected, they keep waiting."""
+        leave the model unloaded, without sleeping replicas. However, replicas of a model in the settings that
+        are waiting for its files to be corrected keep waiting."""
         record = self._routing.version_of(unit)
         async with self._one_at_a_time:
             try:

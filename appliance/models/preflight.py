@@ -22,7 +22,8 @@ from appliance.settings import ModelSettings
 
 _MIN_TOKENS = 1
 _MAX_COMPILE_S = 60.0
-"""Time limit for compiling the chat templates. It is generous, because the machine may be under load."""
+"""Time limit for compiling the chat templates. The limit is generous, because the machine may be under
+load."""
 
 
 class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +138,8 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
 
 
 def _compile_text(folder: Path, sources: dict[str, str], special_tokens: dict[str, str]) -> None:
-    """Load the tokenizer and compile the templates as a front does. Raises TokenizerFilesError."""
+    """Load the tokenizer and compile the templates as a front does. Raises TokenizerFilesError if the files
+    cannot be used."""
     from appliance.text.template_process import TemplateProcess
     from appliance.text.tokenizer import Tokenizer
 

@@ -52,7 +52,8 @@ def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
 
 
 class ModelChecks(NamedTuple):
-    """The checks that the core runs. They block, so they must not run on the event loop thread."""
+    """The checks of models that the core runs. All of them block, so they must not run on the event loop
+    thread."""
 
     files: Check = check_files_here
     """Quick checks, run before the service starts and before a failed replica is restarted."""

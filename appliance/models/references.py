@@ -15,7 +15,7 @@ from store.registry import read_registry
 
 def stored_registry(state_dir: str) -> Registry:
     """Return the model registry in this state directory. Empty if no service has used the directory yet.
-    Raises StoreError."""
+    Raises StoreError if the database cannot be read."""
     try:
         return read_registry(Path(state_dir) / "control.db")
     except MissingDatabaseError:

@@ -119,8 +119,8 @@ def fingerprint(folder: Path, chat_template: str | None = None) -> str:
 
 
 def _limits(settings: ModelSettings) -> tuple[int, int]:
-    """Return the maximum sequence length and the vocabulary size. If the engine cannot load the checkpoint,
-    return the configured length (0 if there is none) and 0."""
+    """Return a checkpoint's maximum sequence length and vocabulary size. If the engine cannot load the
+    checkpoint, return the configured length (0 if there is none) and 0."""
     try:
         config = sizing.read_config(settings.folder)
         return config.resolve_length(settings.max_model_len), config.vocab_size

@@ -105,7 +105,7 @@ class Replica:
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.latest_report: Report | None = None
-        """The latest report since the replica was last started, or None."""
+        """The replica's latest report since its latest start, or None."""
         self.account: CreditAccount | None = None
         """The replica's credit account while it is ready, otherwise None. Each start creates a new
         account."""
@@ -215,8 +215,8 @@ class Replica:
         self.state = "stopped"
 
     async def sleep(self) -> str:
-        """Release the weight and KV cache memory. The replica must have no requests. If it stays awake,
-        return the reason. If it does not go to sleep within `_SLEEP_WITHIN_S`, kill it."""
+        """Release the weight and KV cache memory. The replica must have no requests. If the replica stays
+        awake, return the reason. If it does not go to sleep within `_SLEEP_WITHIN_S`, kill it."""
         if self.account is None or self.group is None:
             return f"{self.name} is {self.operator_state}"
         return await self.sleeping.change(self.group, True, min(_SLEEP_WITHIN_S, self.load_timeout_s))
@@ -239,8 +239,8 @@ class Replica:
         return await self.sleeping.change(self.group, False, self.load_timeout_s)
 
     def refuse(self, problem: str) -> None:
-        """Keep the replica stopped because of a problem with its model's files. They are rechecked regularly,
-        and the replica is started once they are correct."""
+        """Keep the replica stopped because of a problem with its model's files. The files are rechecked
+        regularly, and the replica is started once they are correct."""
         if self._stopping or self.retiring:
             return
         if problem != self.failure:
@@ -251,7 +251,7 @@ class Replica:
         self._events.replica_changed(self)
 
     def retry(self) -> bool:
-        """Start the replica now if it is waiting for its next start, and close its circuit breaker. A replica
+        """If the replica is waiting for its next start, start it now and close its circuit breaker. A replica
         that runs on the CPU instead of a GPU is restarted on a GPU. Return whether the replica was started or
         restarted."""
         if self.fallback and self.state == "ready" and not self.retiring:
@@ -267,7 +267,7 @@ class Replica:
         return True
 
     def kill(self, reason: str) -> None:
-        """Kill the replica's processes. It is then restarted."""
+        """Kill the replica's processes. The replica is then restarted."""
         if self.group is not None:
             self.group.kill(reason)
 

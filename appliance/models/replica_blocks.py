@@ -1,4 +1,4 @@
-"""Reads the state of a replica's KV blocks. The replica computes it only on request."""
+"""Reads the state of a replica's KV blocks. The replica computes this state only on request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.rank_messages import BlockUse
 _EVERY_S = 1.0
 """The replica is queried only if its latest answer is older than this."""
 _WAIT_S = 0.5
-"""How long to wait for an answer. If a step takes longer, the previous answer is reused."""
+"""How long to wait for a replica's answer. If a step takes longer, the previous answer is reused."""
 
 
 class BlockUseReader:
     """Queries one replica for the state of its KV blocks, at most once per second. All waiting callers
-    receive the answer. All methods must be called on the event loop thread."""
+    receive the same answer. All methods must be called on the event loop thread."""
 
     def __init__(self, awake_group: Callable[[], ReplicaGroup | None]) -> None:
         """`awake_group` returns the replica's processes if the replica is ready and awake, and otherwise
@@ -28,7 +28,7 @@ class BlockUseReader:
         self._pending: asyncio.Future[BlockUse | None] | None = None
 
     async def read(self) -> BlockUse | None:
-        """Return the state of the blocks, or None if the replica is not ready, is asleep, or has never
+        """Return the state of the KV blocks, or None if the replica is not ready, is asleep, or has never
         answered."""
         if (group := self._awake_group()) is None:
             return None
@@ -41,8 +41,9 @@ class BlockUseReader:
             return self._latest
 
     def recent(self, every_s: float) -> BlockUse | None:
-        """Return the latest answer without waiting, or None if the replica is not ready, is asleep, or has
-        never answered. If it is older than `every_s`, request a new answer, which a later call returns."""
+        """Return the latest known state of the KV blocks without waiting, or None if the replica is not
+        ready, is asleep, or has never answered. If the state is older than `every_s`, request a new one,
+        which a later call returns."""
         if (group := self._awake_group()) is None:
             return None
         if self._latest is None or time.monotonic() - self._at >= every_s:
@@ -60,7 +61,7 @@ class BlockUseReader:
         self._end(None)
 
     def _ask(self, group: ReplicaGroup) -> asyncio.Future[BlockUse | None]:
-        """Query the replica for the state of its blocks, unless an earlier query is still unanswered."""
+        """Query the replica for the state of its KV blocks, unless an earlier query is still unanswered."""
         if self._pending is None:
             self._pending = asyncio.get_running_loop().create_future()
             group.ask_blocks()

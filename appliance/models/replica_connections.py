@@ -1,5 +1,5 @@
-"""Connects all replicas with the request manager and the fronts, and passes the replicas' events on to
-them."""
+"""Connects all replicas with the request manager and the fronts and passes the replicas' events on to
+both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FrontChannels(Protocol):
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
         """Open a channel between a ready replica and every front, including fronts that start later.
         `open_channel` returns a file descriptor: the replica's end of a channel to the named front. Raises
-        OSError."""
+        OSError if a channel cannot be created."""
 
     def disconnect_replica(self, name: str) -> None:
         """Stop opening channels to a replica that has exited."""
@@ -85,7 +85,8 @@ class ReplicaConnections:
         self._publish()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        # Look up the tenant first, because processing the report may remove the request that it refers to.
+        # Look up the tenant first, because processing the report may remove the request that the report
+        # names.
         request_id = report.longest_step.request_id if report.longest_step is not None else ""
         request = self._requests.state.in_flight.get(request_id)
         self.stalls.add(replica.name, time.time(), report, request.tenant if request is not None else "")

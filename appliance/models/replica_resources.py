@@ -14,8 +14,8 @@ from engine.messages import ReplicaSpec
 
 
 class ReplicaResources:
-    """Assigns GPUs to one replica, and limits its processes. All methods must be called on the event loop
-    thread."""
+    """Assigns GPUs to one replica and limits the CPU time and memory of its processes. All methods must be
+    called on the event loop thread."""
 
     def __init__(self, replica: str, placement: GpuPlacement, cgroups: ReplicaCgroups, run_dir: Path) -> None:
         """`replica` is the replica's name."""
@@ -38,7 +38,7 @@ class ReplicaResources:
     def assign(self, spec: ReplicaSpec) -> ReplicaSpec:
         """Choose GPUs for the replica if it needs them and has none yet. Return `spec` with the GPUs, the
         CPUs near the GPUs and, if there is more than one rank, the path of a new rendezvous file. Raises
-        OSError."""
+        OSError if that file's folder cannot be created."""
         self.gpus = self._placement.take(self._replica, spec.device, spec.tensor_parallel_size)
         spec = msgspec.structs.replace(
             spec, gpus=self._placement.uuids(self.gpus), cpus=self._placement.cpus(self.gpus)
@@ -52,8 +52,8 @@ class ReplicaResources:
         return numbered(devices, self.gpus)
 
     def limit(self, pids: list[int], limits: ReplicaLimits) -> str:
-        """Apply the limits to the replica's processes. If this is impossible, return the reason, unless it is
-        the same as at the previous start."""
+        """Apply CPU and memory limits to the replica's processes. If this is impossible, return the reason,
+        unless it is the same as at the previous start."""
         self._memory_kills = self._cgroups.memory_kills(self._replica)
         former, self.without_limits = self.without_limits, self._cgroups.limit(self._replica, pids, limits)
         return "" if self.without_limits == former else self.without_limits

@@ -72,7 +72,8 @@ class ReplicaSleep:
         }
 
     def changed(self, message: MemoryChanged) -> None:
-        """Record the engine's answer to a request to sleep or wake, and pass it to the waiting caller."""
+        """Record the engine's answer to a request to sleep or wake and pass the answer to the waiting
+        caller."""
         if message.asleep and not self.asleep:
             self.sleeps += 1
         elif self.asleep and not message.asleep:

@@ -15,7 +15,7 @@ from engine.rank_messages import ReplicaStats, Report
 
 
 def replica_status(replica: Replica) -> ReplicaStatus:
-    """Return the replica's status."""
+    """Return a replica's status for operators."""
     load = replica.load_status
     known = _reported_fields(replica)
     known |= {
@@ -40,7 +40,7 @@ def replica_status(replica: Replica) -> ReplicaStatus:
 
 
 def replica_detail(replica: Replica) -> str:
-    """Explain the replica's state. Empty if it needs no explanation."""
+    """Explain a replica's state. Empty if the state needs no explanation."""
     if replica.sleeping.asleep:
         return replica.sleeping.detail
     if (load := replica.load_status) is not None:

@@ -89,7 +89,8 @@ class Refuse(NamedTuple):
     units: tuple[str, ...]
     reason: str
     excluded: bool = False
-    """Whether the reason is that a group forbids loading them alongside a model that stays loaded."""
+    """Whether the models are refused because a group forbids loading them alongside a model that stays
+    loaded."""
 
 
 class Wait(NamedTuple):

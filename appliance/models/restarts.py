@@ -1,7 +1,7 @@
-"""Decides whether and when a replica is restarted after its processes have exited. Usually, it is restarted
-after a short delay, which grows with repeated exits. The delays are longer if a load failed for a reason that
-only an operator can correct, such as a damaged file. If a replica keeps exiting, a circuit breaker stops the
-restarts.
+"""Decides whether and when a replica is restarted after its processes have exited. Usually, the replica is
+restarted after a short delay, which grows with repeated exits. The delays are longer if a load failed for a
+reason that only an operator can correct, such as a damaged file. If a replica keeps exiting, a circuit
+breaker stops the restarts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Restart(NamedTuple):
 
     delay_s: float
     failure: str = ""
-    """Why requests are refused until the next start. If empty, requests wait for it."""
+    """Why requests are refused until the next start. If empty, requests wait for the start."""
     bad_checkpoint: bool = False
     """Whether `failure` is a problem with the model's files or settings."""
 
 
 class Restarts:
-    """One replica's restarts and circuit breaker. The breaker is initially closed. It opens when the replica
+    """One replica's restarts and circuit breaker. The breaker is initially closed and opens when the replica
     has exited `max_deaths` times within `window_s` of service. After `retry_s`, the replica is started once
     more, with the breaker half-open. The breaker closes when the replica has served for `window_s`, and
     reopens if it exits earlier.
@@ -81,8 +81,8 @@ class Restarts:
         self._retry.reset()
 
     def exited(self, exit: Exit) -> Restart:
-        """Record an exit. Return when to restart the replica, and whether to refuse requests in the
-        meantime."""
+        """Record an exit of the replica's processes. Return when to restart the replica and whether to refuse
+        requests in the meantime."""
         served_s = exit.served_s or 0.0
         self._served_s += served_s
         if exit.kind not in (None, "internal") and exit.served_s is None:

@@ -1,6 +1,5 @@
 """Adds and removes replicas of autoscaled models. `appliance.models.autoscaler` makes the decisions. This
-module measures the load, checks that there is enough memory, and keeps a list of the changes for
-operators."""
+module measures the load, checks that there is enough memory and records the changes for operators."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class SleepLimit:
     async def may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
         """True if a model that must release its memory should be put to sleep rather than unloaded. To stay
         within the limit, this method may unload other models that were put to sleep automatically
-        (`unload_down_to`). They are unloaded before it is known whether the model's replicas can sleep,
-        because the limit must never be exceeded. `wanted` holds the models that need the memory.
+        (`unload_down_to`). These models are unloaded before it is known whether `unit` can sleep, because the
+        limit must never be exceeded. `wanted` holds the models that need the memory.
         """
         replicas = self._manager.of(unit)
         if not self._bundles.occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
@@ -41,8 +41,8 @@ class SleepLimit:
 
     async def unload_down_to(self, limit_bytes: int, wanted: tuple[str, ...] = ()) -> None:
         """Unload models that were put to sleep automatically, least recently used first, until the weights of
-        the rest fit into `limit_bytes`. Models that will soon be woken (those in `wanted` and those with
-        waiting requests) are never unloaded, even if the weights do not fit."""
+        the remaining ones fit into `limit_bytes`. Models that will soon be woken (those in `wanted` and those
+        with waiting requests) are never unloaded, even if the weights do not fit."""
         while sum(self._manager.parked_host_bytes().values()) > limit_bytes:
             if not (unused := self._unused(wanted)):
                 return

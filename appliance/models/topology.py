@@ -1,5 +1,5 @@
-"""Reads the links between this machine's GPUs from NVML, which creates no CUDA context, and chooses GPUs for
-replicas. The choice is a pure function of plain data.
+"""Chooses GPUs for replicas according to the links between this machine's GPUs, which are read from NVML.
+NVML creates no CUDA context. The choice is a pure function of plain data.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Topology(NamedTuple):
     nodes: tuple[int, ...] = ()
     """NUMA node of each GPU, or -1 if unknown. Empty if no node is known."""
     instances: frozenset[int] = frozenset()
-    """GPU numbers of the MIG instances. They can run only single-rank replicas, because a process can use
-    only one MIG instance."""
+    """GPU numbers of the MIG instances. MIG instances can run only single-rank replicas, because a process
+    can use only one MIG instance."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
         """Return the links between these GPUs, one for each linked pair."""
@@ -90,9 +90,9 @@ def choose_gpus(
     GPUs.
 
     `replicas` holds the number of replicas per GPU, and `free` the free memory per GPU in bytes (empty if
-    unknown). GPUs with less than 90% of the best available GPUs' free memory are excluded. Of the rest, those
-    with the fewest replicas are chosen. Ties are broken, in this order, by the cost of the slowest link, the
-    total cost of the links, the number of NVLinks, and the GPU numbers.
+    unknown). GPUs with less than 90% of the best available GPUs' free memory are excluded. Of the remaining
+    GPUs, those with the fewest replicas are chosen. Ties are broken, in this order, by the cost of the
+    slowest link, the total cost of the links, the number of NVLinks, and the GPU numbers.
     """
     numbers = range(len(topology.uuids))
     usable = [gpu for gpu in numbers if count == 1 or gpu not in topology.instances]

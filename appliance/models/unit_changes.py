@@ -89,7 +89,7 @@ class UnitChanges:
         self._note = note
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sleep_tasks: dict[str, asyncio.Task[None]] = {}
-        """Tasks that put a model's replicas to sleep or wake them. They are not interrupted."""
+        """Tasks that put a model's replicas to sleep or wake them. These tasks are not interrupted."""
 
     def stop(self) -> None:
         """Cancel all changes in progress."""
@@ -215,7 +215,7 @@ class UnitChanges:
         await asyncio.shield(task)
 
     async def _put_to_sleep(self, unit: str) -> None:
-        """Let a parked model's replicas finish their requests, and put them to sleep if possible. The
+        """Let a parked model's replicas finish their requests and put the replicas to sleep if possible. The
         replicas get no new requests until `_wake` is called, even if they stay awake."""
         self._sleeping.begin(unit)
         accounts = [replica.account for replica in self._units.of(unit) if replica.account is not None]
@@ -232,7 +232,7 @@ class UnitChanges:
             log.info("%s is asleep; its next request will wake it", unit)
 
     async def _wake(self, unit: str) -> None:
-        """Wake a model's replicas. If they cannot be woken, stop them, so that the model is reloaded."""
+        """Wake a model's replicas. If this fails, stop them, so that the model is reloaded."""
         replicas = self._units.of(unit)
         ended = any(replica.sleeping.asleep and replica.group is None for replica in replicas)
         problem = "its processes have exited" if ended else await self._sleeping.wake(unit)

@@ -1,6 +1,6 @@
 """`python -m appliance.monitoring.check_process` runs the long checks for a running service: audit chain
-verification and `appliance doctor`. They run in a separate process because hashing a long chain would block
-the core's event loop, and because a damaged database must not be able to crash the core.
+verification and `appliance doctor`. The checks run in a separate process because hashing a long chain would
+block the core's event loop, and because a damaged database must not be able to crash the core.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CheckInput(msgspec.Struct, kw_only=True):
 
 def verify_chain(state_dir: Path) -> ChainReport:
     """Verify the audit chain against the chain heads recorded in the service's state directory. Raises
-    StoreError."""
+    StoreError if a database cannot be read."""
     report = chain_report(state_dir / "control.db", examine_folder(state_dir), 0, _NO_JOURNAL)
     if (more := len(report.problems) - MAX_PROBLEMS) > 0:
         report.problems[MAX_PROBLEMS:] = [f"and {more:,} more problems"]
@@ -50,7 +50,7 @@ def verify_chain(state_dir: Path) -> ChainReport:
 
 
 def run_check(given: CheckInput) -> msgspec.Struct:
-    """Run a check in this process. Raises StoreError."""
+    """Run a check in this process. Raises StoreError if a database cannot be read."""
     if given.check == "audit":
         return verify_chain(Path(given.state_dir))
     settings: Settings | SettingsError

@@ -21,8 +21,8 @@ from store.schemas import CONTENTS, HISTORY
 
 
 def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:
-    """Check the databases (owners, pages, schema versions, sizes) and the audit chain, and look for open
-    requests in the request log. Files that an untrusted user could have created are not opened."""
+    """Check the databases (owners, pages, schema versions, sizes) and the audit chain. Look for open requests
+    in the request log. Files that an untrusted user could have created are not opened."""
     try:
         uids = _owners(state_dir, run_dir)
     except UntrustedError as error:

@@ -14,8 +14,8 @@ from appliance.snapshot import Gpu, GpuProcess, MigInstance
 Value = TypeVar("Value")
 
 _RETRY_S = 30.0
-"""Delay in seconds before the GPUs are read again after a driver failure. It is long because loading NVML is
-slow."""
+"""Delay in seconds before the GPUs are read again after a driver failure. The delay is long because loading
+NVML is slow."""
 _THROTTLE_REASONS = (
     ("nvmlClocksThrottleReasonSwPowerCap", "power cap"),
     ("nvmlClocksThrottleReasonHwSlowdown", "hardware slowdown"),

@@ -36,7 +36,7 @@ class MachineReader:
         self._gpus: GpuReader | None = None
 
     def stats(self, state_dir: str, processes: list[ServiceProcess]) -> MachineStats:
-        """Return the latest measurements. If they are old, start a new read in the thread."""
+        """Return the machine's latest measurements. If they are old, start a new read in the thread."""
         if self._reading is not None and self._reading.done():
             if self._reading.exception() is None:
                 self._stats = self._reading.result()

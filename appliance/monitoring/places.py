@@ -143,8 +143,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the id of the process that holds the flock on `path`, or None. This does not try to take the
-    lock, because a service starting at that moment would then fail."""
+    """Return the id of the process that holds the flock on `path`, or None. The function does not try to take
+    the lock itself, because a service starting at that moment would then fail."""
     try:
         wanted = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()

@@ -262,23 +262,23 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     repeated exits, a replica is not restarted for a while: see [models.md](models.md#replicas)."""
 
     max_deaths: Positive = 5
-    """Number of exits within `window_s` seconds after which a replica is not restarted for a while. It is
-    restarted after `retry_s` seconds, when the model's files change, or when an operator runs `appliance
-    models retry`."""
+    """Number of exits within `window_s` seconds after which a replica is not restarted for a while. The
+    replica is restarted after `retry_s` seconds, when the model's files change, or when an operator runs
+    `appliance models retry`."""
     window_s: PositiveSeconds = 60.0
     """Number of seconds for which an exit counts towards `max_deaths`. Only time spent serving is counted, so
     the limit also catches a replica that repeatedly exits during a slow load."""
     retry_s: PositiveSeconds = 300.0
-    """Delay in seconds before a replica that has exited `max_deaths` times is restarted. If it exits again
-    before it has served for `window_s` seconds, the delay starts over."""
+    """Delay in seconds before a replica that has exited `max_deaths` times is restarted. If the replica exits
+    again before it has served for `window_s` seconds, the delay starts over."""
 
 
 class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Adjusts the number of replicas of models that set `max_replicas`."""
 
     cooldown_s: Seconds = 30.0
-    """For this many seconds after a change, no replica is removed, and none is added because of late
-    requests."""
+    """For this many seconds after a change in the number of replicas, no replica is removed, and none is
+    added because of late requests."""
     idle_s: Seconds = 300.0
     """How long the load must stay low before a replica is removed, in seconds."""
 
@@ -376,7 +376,7 @@ class Flags(msgspec.Struct, kw_only=True):
     state_dir: str | None = None
     log_level: LogLevel | None = None
     device: Device | None = None
-    """This option and the options below apply to every model."""
+    """Device that runs the models. Like all options below, this one applies to every model."""
     dtype: DType | None = None
     quantization: Quantization | None = None
     kv_cache_dtype: Quantization | None = None

@@ -20,7 +20,7 @@ _SYNTAX_LINE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$"
 
 
 class Tables(NamedTuple):
-    """The merged contents of the files."""
+    """The merged contents of the settings files."""
 
     values: dict[str, Any]
     places: dict[faults.Path, Place]

@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
     """For each setting that was given, the flag or the file and line that set it. Settings left at their
     defaults are omitted."""
     files: list[Path]
-    """The files read, in order."""
+    """The settings files that were read, in order."""
     model_flags: Mapping[str, str | int] = {}
     """The command-line options that apply to every model."""
 

@@ -38,8 +38,9 @@ def as_table(loaded: Loaded) -> Configuration:
 
 
 def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
-    """Yield the settings that differ. If a setting exists only before or only after the change, the missing
-    value is None. If a model was added or removed, only its folder is listed."""
+    """Yield the settings that differ between `before` and `after`. If a setting exists only before or only
+    after the change, the missing value is None. If a model was added or removed, only its folder is
+    listed."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):

@@ -14,7 +14,7 @@ from store.telemetry_reader import TelemetryReader
 
 
 class BackTest(NamedTuple):
-    """The result of evaluating rules on the recorded history."""
+    """The result of evaluating alert rules on the recorded history."""
 
     since: float
     """Time of the first evaluated sample, in unix seconds."""
@@ -26,8 +26,8 @@ class BackTest(NamedTuple):
 
 
 def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float) -> BackTest:
-    """Evaluate rules on the history in the database at `path`. Each part of the history is read at the finest
-    resolution available. Raises `StoreError`."""
+    """Evaluate alert rules on the recorded history in the database at `path`. Each part of the history is
+    read at the finest resolution available. Raises `StoreError` if the database cannot be read."""
     evaluator, transitions = Evaluator(rules), []
     first = last = 0.0
     count = 0
@@ -39,8 +39,8 @@ def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float
 
 
 def recorded_samples(reader: TelemetryReader, since: float, until: float) -> Iterator[TelemetrySample]:
-    """Yield all samples between two times, oldest first. Each part of the history is read at the finest
-    resolution available."""
+    """Yield all recorded samples between two times, oldest first. Each part of the history is read at the
+    finest resolution available."""
     begins = [reader.begin(resolution) for resolution in RESOLUTIONS]
     end_times = [
         until,

@@ -54,7 +54,7 @@ class CauseFinder:
         self._latest: TelemetrySample | None = None
 
     def observe(self, sample: TelemetrySample) -> None:
-        """Record the changes since the previous sample."""
+        """Record what has changed since the previous sample."""
         if self._latest is not None:
             self._changes.extend(_changes(self._latest, sample))
         self._latest = sample
@@ -110,7 +110,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
 
 
 def _watched(layout: TelemetryLayout) -> dict[str, int]:
-    """Return the index, by name, of each number that changes only when an event occurs."""
+    """Return the indices, by metric name, of the metrics that change only when an event occurs."""
     names = ["audit_rows", *(f"gpus[{number}].last_xid" for number in range(16))]
     return {name: layout.metrics[name] for name in names if name in layout.metrics}
 

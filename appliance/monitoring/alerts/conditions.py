@@ -18,14 +18,14 @@ the threshold."""
 
 @dataclass(slots=True)
 class Condition:
-    """One rule's state for one metric."""
+    """The state of one alert rule's condition for one metric."""
 
     rule: AlertRule
     where: str
     scope: Scope
     phase: Phase = "ok"
     since: float = 0.0
-    """Time when the condition began to hold; None if it does not hold."""
+    """Time when the condition last began to hold."""
     raised_at: float = 0.0
     clear_since: float | None = None
     """Time when the condition ceased to hold; None while it holds. The alert may stay active for some time

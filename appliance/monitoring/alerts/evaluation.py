@@ -1,5 +1,5 @@
-"""Evaluates rules on samples. Reads no clock and has no side effects, so it can be used for both the running
-service and the recorded history."""
+"""Evaluates alert rules on telemetry samples. Reads no clock and has no side effects, so it can be used for
+both the running service and the recorded history."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Raised(AlertRow, kw_only=True):
     """An alert that has been raised, with the state that the evaluator keeps for it."""
 
     objects: Scope
-    """The components in `scope`."""
+    """The objects that the alert is about, decoded from `scope`."""
     announced: bool = False
     """Whether the alert is shown."""
     known: bool = False
@@ -45,7 +45,8 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class Evaluator:
-    """Evaluates all rules and keeps their state. Samples must be passed to `step` in chronological order."""
+    """Evaluates all alert rules and keeps their state. Samples must be passed to `step` in chronological
+    order."""
 
     def __init__(self, rules: Sequence[AlertRule]) -> None:
         self._causes = CauseFinder()
@@ -60,7 +61,7 @@ class Evaluator:
         self.set_rules(rules)
 
     def set_rules(self, rules: Sequence[AlertRule]) -> None:
-        """Replace the rules. Unchanged rules keep the state of their conditions."""
+        """Replace the alert rules. Unchanged rules keep the state of their conditions."""
         former, self.rules = self.rules, {rule.name: rule for rule in rules}
         kept = {name for name, rule in self.rules.items() if former.get(name) == rule}
         self._conditions = {
@@ -80,7 +81,7 @@ class Evaluator:
             self._conditions[alert.rule, alert.subject] = condition
 
     def step(self, sample: TelemetrySample) -> list[Transition]:
-        """Evaluate all rules on a sample and return the resulting changes in alert states."""
+        """Evaluate all alert rules on a sample and return the resulting changes in alert states."""
         if sample.layout is not self._layout:
             self._layout = sample.layout
             self._selected = [

@@ -1,5 +1,5 @@
-"""The running service's alert manager. It evaluates each sample, stores acknowledgements and silences, writes
-alerts to `history.db`, and passes them to the receivers."""
+"""The running service's alert manager, which evaluates the alert rules on each sample, stores
+acknowledgements and silences, writes alerts to `history.db` and passes alerts to the receivers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from store.structs import Silence
 log = logging.getLogger(__name__)
 
 _SHOWN_ENDED = 50
-"""Maximum number of past alerts in the list."""
+"""Maximum number of ended alerts that `list` returns."""
 _SHOWN_ENDED_S = 3600.0
 MAX_SILENCES = 500
 
@@ -70,11 +70,11 @@ class AlertManager:
         self._silences = {silence.id: silence for silence in silences}
 
     def set_rules(self, rules: Sequence[AlertRule]) -> None:
-        """Replace the rules."""
+        """Replace the alert rules."""
         self._evaluator.set_rules(rules)
 
     def observe(self, sample: TelemetrySample) -> None:
-        """Evaluate the rules on a new sample."""
+        """Evaluate the alert rules on a new sample."""
         for transition in self._evaluator.step(sample):
             self._announce(transition)
         for alert in self._evaluator.alerts.values():

@@ -118,7 +118,8 @@ class AlertReceivers:
 
 
 def deliver(sink: AlertSink, body: bytes) -> None:
-    """Pass an alert to a receiver. Blocks no longer than the receiver's time limit. Raises DeliveryError."""
+    """Pass an alert to a receiver. Blocks no longer than the receiver's time limit. Raises DeliveryError if
+    the receiver does not accept the alert."""
     if sink.command:
         _run_command(sink, body)
     if sink.webhook:

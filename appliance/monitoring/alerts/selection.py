@@ -50,7 +50,8 @@ class Selected(NamedTuple):
 
 
 def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:
-    """Yield a layout's metrics that match the pattern. Metrics without the divisor `per` are skipped."""
+    """Yield the metrics in a sample layout that match the pattern. Metrics without the divisor `per` are
+    skipped."""
     matching = _pattern(pattern)
     values = layout.texts if is_text else layout.metrics
     for name, value in values.items():

@@ -44,7 +44,7 @@ class Window:
         self._at = -math.inf
 
     def add(self, at: float, value: float) -> None:
-        """Add a value. Times must increase; values with an earlier time are ignored."""
+        """Add a value of the metric. A value that is not newer than the latest one is ignored."""
         if at <= self._at:
             return
         self._at = at
@@ -57,12 +57,12 @@ class Window:
             buckets.popleft()
 
     def change(self) -> float:
-        """Return the difference between the highest and the lowest value."""
+        """Return the difference between the metric's highest and lowest value."""
         return max(one.high for one in self._buckets) - min(one.low for one in self._buckets)
 
     def rate(self) -> float | None:
-        """Return the increase per second, or None if the values cover too little time or if the counter was
-        reset."""
+        """Return the metric's increase per second, or None if the values cover too little time or if the
+        counter was reset."""
         first, last = self._buckets[0], self._buckets[-1]
         span_s = self._at - first.begin
         if span_s < min(self._window_s / 2, 30.0) or last.last < first.low:
@@ -101,5 +101,5 @@ class Window:
 
 
 def _passed(now: float, target: float, slope: float) -> bool:
-    """Return whether the metric has reached the target and is still moving in the same direction."""
+    """Return whether the metric has already passed the target in the direction of the slope."""
     return now >= target if slope > 0 else now <= target

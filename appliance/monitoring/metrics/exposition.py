@@ -115,7 +115,7 @@ class Distribution:
         self._sum += value
 
     def lines(self) -> list[str]:
-        """Return the samples as lines of exposition text."""
+        """Return the histogram's samples as lines of exposition text."""
         total = 0
         lines = []
         for head, count in zip(self._heads, self._counts, strict=True):
@@ -154,7 +154,7 @@ class Mean:
         self.count, self.total = 0, 0.0
 
     def lines(self) -> list[str]:
-        """Return the samples as lines of exposition text."""
+        """Return the summary's samples as lines of exposition text."""
         return [f"{self._count_head}{self.count}\n", f"{self._sum_head}{_number(self.total)}\n"]
 
 

@@ -66,14 +66,15 @@ class Scraper:
         self._text, self._made_at = b"", -math.inf
 
     def __call__(self) -> bytes:
-        """Return all metrics in Prometheus' text format: those of a scrape at most `SHARED_S` seconds ago."""
+        """Return all metrics in Prometheus' text format. The result of a scrape is reused for `SHARED_S`
+        seconds."""
         now = time.monotonic()
         if now >= self._made_at + SHARED_S:
             self._text, self._made_at = self.make(), now
         return self._text
 
     def make(self) -> bytes:
-        """Return the current exposition text."""
+        """Read all metrics and return their exposition text."""
         self._forget()
         self._read_service()
         self._read_models(self._traffic.model_stats())
@@ -89,7 +90,7 @@ class Scraper:
         families, policies = self._families, self._control.policies
         if policies is not self._policies:
             self._policies = policies
-            families.limits.clear()  # an operator may have removed a limit
+            families.limits.clear()  # an operator may have removed a tenant's limit
             if self._tenants.forget_deleted():
                 families.keep("tenant", (*self._tenants, OTHERS))
         models = {*self._models.models, *self._names()}

@@ -1,5 +1,5 @@
 """Serves the metrics on a separate TCP address, without a key, to every client that can connect. The listener
-runs inside the core, and its clients must not slow the core down. It therefore accepts only a few
+runs inside the core, and its clients must not slow the core down. The listener therefore accepts only a few
 connections, with short time limits, and closes the oldest one to accept a new one. Each connection handles
 one request at a time, and requests that arrive at about the same time share one scrape (`SHARED_S`).
 """

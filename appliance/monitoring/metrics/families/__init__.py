@@ -54,7 +54,7 @@ class Families:
         self.gateways: Group[GatewaySource] = Group(("model_name",), *GATEWAYS)
 
     def groups(self) -> list[Group[Any]]:
-        """Return all groups."""
+        """Return all groups of metrics."""
         return list(vars(self).values())
 
     def __iter__(self) -> Iterator[MetricFamily[Any]]:
