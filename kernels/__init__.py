@@ -126,7 +126,7 @@ class ChoiceCount:
     totals: torch.Tensor
     """Number of tokens routed to each expert: [experts of all ranks] int64. Updated by the router."""
     live: torch.Tensor
-    """One value per token: [tokens] int64. Tokens with a negative value are padding and are not counted."""
+    """Marks padding: [tokens] int64. Tokens with a negative value are padding and are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ExpertActivation:
     weights: torch.Tensor
     """Routing weight of each chosen expert: [tokens, top_k] float32."""
     values: Any
-    """The activations `silu(gate) × up`, in the reference implementation as [tokens × top_k,
+    """The activations `silu(gate) × up`. In the reference implementation, their shape is [tokens × top_k,
     intermediate]."""
 
 

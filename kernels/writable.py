@@ -1,4 +1,4 @@
-"""Checks that an output file is writable before starting a long computation."""
+"""Checks that an output file is writable before a long computation starts."""
 
 from __future__ import annotations
 

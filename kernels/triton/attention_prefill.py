@@ -193,7 +193,8 @@ def suits_hopper(
 
 
 EXPAND_FROM = 64
-"""Minimum chunk length, in tokens, for which expanding the chunk's FP8 pages first is faster."""
+"""Minimum length, in tokens, of chunks for which attention is faster if their FP8 pages are first
+expanded."""
 
 
 @dataclass(frozen=True, slots=True)

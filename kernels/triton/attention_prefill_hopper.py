@@ -110,8 +110,8 @@ def _signal(text: gl.constexpr):
 @gluon.jit
 def _item(turn):
     """Return the index of the work item (a tile and KV head) that this program computes in the given round.
-    Odd rounds reverse the order of the programs to balance their work. The index may be past the end of the
-    list."""
+    Odd rounds reverse the order of the programs to balance their work. The index may be past the last work
+    item."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 

@@ -87,7 +87,8 @@ def fits_workspace(plan: GemmPlan, n: int) -> bool:
 
 
 def tile_bytes(plan: GemmPlan, itemsize: int) -> int:
-    """Return the shared memory, in bytes, taken up by a program's tiles with weights of `itemsize` bytes."""
+    """Return the shared memory, in bytes, taken up by a program's tiles. Each number takes `itemsize`
+    bytes."""
     return plan.stages * (plan.block_n + plan.rows) * plan.block_k * itemsize
 
 

@@ -53,9 +53,9 @@ def combine_kernel(
 ):
     """Combine the chunks of a row into its summary and finish the row if the summary is sufficient.
 
-    The summary contains the best score, its token and logit; the second best score, its token and logit; the
-    largest logit; and the sum of exp(logit - largest). The second best score is -inf if it is unknown. The
-    row's state is set to 0 (finished), 1 (*above* must count tokens) or 2 (small top-k).
+    The summary contains the best and the second best score, each with its token and logit, the largest logit,
+    and the sum of exp(logit - largest). The second best score is -inf if it is unknown. The row's state is
+    set to 0 (finished), 1 (*above* must count tokens) or 2 (small top-k).
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
