@@ -155,7 +155,7 @@ class Clients:
                     if self._ended.is_set():
                         return
             except openai.OpenAIError:
-                pass  # the console shows problems with the service
+                pass  # ignore the error, because the console shows problems with the service
             if self._ended.wait(PAUSE_S):
                 return
 

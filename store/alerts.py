@@ -47,7 +47,7 @@ class AlertRow(msgspec.Struct, kw_only=True):
     acknowledged_at: float | None = None
 
     def stored(self) -> tuple[object, ...]:
-        """Return the values that `SAVE_ALERT` stores."""
+        """Return the row's values in the column order of `SAVE_ALERT`."""
         return tuple(getattr(self, name) for name in _COLUMNS)
 
 

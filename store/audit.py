@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple
 from store.keys import without_secrets
 
 GENESIS_HASH = "0" * 64
-"""`previous_hash` of the oldest row."""
+"""The `previous_hash` of a chain's oldest row."""
 Phase = Literal["intent", "result"]
 INTENT: Final = "intent"
 RESULT: Final = "result"
@@ -33,8 +33,8 @@ _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """A chain's newest row. A copy kept elsewhere can later prove that this row and all earlier ones are
-    unchanged."""
+    """A chain's newest row. A copy of the head that is kept elsewhere can later prove that this row and all
+    earlier ones are unchanged."""
 
     seq: int
     hash: str
@@ -91,8 +91,8 @@ class AuditRow(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of `verify`. `broken_seq` is the seq of the first wrong or missing row, and `problem`
-    describes the fault."""
+    """The result of verifying an audit chain. `broken_seq` is the seq of the first wrong or missing row, and
+    `problem` describes the fault."""
 
     rows: int
     head: Head
@@ -131,8 +131,8 @@ def as_actor(actor: Actor | str) -> Actor:
 
 
 def intent(actor: Actor, action: str, params: Mapping[str, object]) -> Entry:
-    """Return the intent row for an action that is about to begin. `actor.act` must be set. Raises the same
-    errors as `canonical_json`."""
+    """Return the intent row for an action that is about to begin. `actor.act` must be set. Raises
+    `ValueError` or `TypeError` if JSON cannot represent a value in `params`."""
     return Entry(
         at=utc_now(),
         actor=_storable(actor.name),
@@ -154,7 +154,7 @@ def outcome(
     after: object = None,
 ) -> Entry:
     """Return the result row for an action. `result` is `ok` or the error; `before` and `after` are the old
-    and new values. Raises the same errors as `canonical_json`."""
+    and new values. Raises `ValueError` or `TypeError` if JSON cannot represent a value."""
     actor = as_actor(actor)
     return intent(actor, action, params)._replace(
         result=without_secrets(_storable(result)),
@@ -174,8 +174,8 @@ def row_hash(row: AuditRow) -> str:
 
 
 def append(connection: sqlite3.Connection, entry: Entry) -> Head:
-    """Append an entry to the chain, within the transaction that makes the change, so that both are committed
-    together. Raises `ValueError` outside a transaction.
+    """Append an entry to the chain, in the same transaction as the change that the entry records, so that
+    both are committed together. Raises `ValueError` outside a transaction.
     """
     if not connection.in_transaction:
         raise ValueError(
@@ -231,8 +231,8 @@ def rows_of(connection: sqlite3.Connection, action: str) -> list[AuditRow]:
 
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
-    """Yield all rows, oldest first. Invalid UTF-8 is decoded to surrogates, so a damaged row fails its hash
-    check."""
+    """Yield all rows of the chain, oldest first. Invalid UTF-8 is decoded to surrogates, so a damaged row
+    fails its hash check."""
     cursor = connection.cursor()
     connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
     for row in cursor.execute(f"SELECT {_COLUMNS} FROM audit ORDER BY seq"):
@@ -250,8 +250,8 @@ def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Ver
 
 
 def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq: int = 0) -> Verdict:
-    """Like `verify`, but for rows that have already been read. All rows up to `highest_seq` must be
-    present."""
+    """Check a chain as `verify` does, but from rows that have already been read. If a row up to `highest_seq`
+    is missing, the chain is broken."""
     expected: dict[int, set[str]] = {}
     for known in recorded:
         if known.seq > 0:
@@ -301,7 +301,7 @@ def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: in
 
 
 def highest_seq_given(connection: sqlite3.Connection) -> int:
-    """Return the highest seq ever used in the table, from `sqlite_sequence`."""
+    """Return the highest seq ever used in the `audit` table, from `sqlite_sequence`."""
     row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'audit'").fetchone()
     return 0 if row is None else int(row[0])
 

@@ -230,7 +230,7 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Delete a tenant. The records of the tenant's old keys and requests keep its name. The future raises
+        """Delete a tenant. Its name remains in the records of its old keys and requests. The future raises
         `UnknownTenantError` if there is no such tenant, and `ConflictError` if it has a valid key or a peer.
         """
         return self._decide(

@@ -74,7 +74,7 @@ FROM keys
 
 
 # "local" is the tenant of local users without a mapping; "default" is the tenant of keys created without a
-# tenant. Keys that were created before this table existed keep their tenant's name.
+# tenant. Keys that were created before the `tenants` table existed keep their tenant's name.
 _TENANTS = (
     """
 CREATE TABLE tenants (

@@ -59,8 +59,8 @@ class WritableDatabase:
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
-        """Open or create the file and migrate it to `schema`. Raises `StorageFaultError` if a later attempt
-        may succeed, otherwise another `StoreError`."""
+        """Open or create the file and migrate it to `schema`. On failure, raises `StorageFaultError` if a
+        later attempt may succeed, otherwise another `StoreError`."""
         self.path = path
         self._schema = schema
         self._synchronous = synchronous

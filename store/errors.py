@@ -18,19 +18,19 @@ class StoreError(Exception):
 
 
 class MissingDatabaseError(StoreError):
-    """The file, or the folder in which to create it, does not exist."""
+    """The database file, or the folder in which to create it, does not exist."""
 
 
 class CorruptDatabaseError(StoreError):
-    """The file is damaged or not a SQLite database."""
+    """The file is damaged or is not a SQLite database."""
 
 
 class SchemaVersionError(StoreError):
-    """The file was written by an incompatible version of the product."""
+    """The database file was written by an incompatible version of the product."""
 
 
 class NotWritableError(StoreError):
-    """This process has no permission to write to the file or its folder."""
+    """This process has no permission to write to the database file or its folder."""
 
 
 class DatabaseInUseError(StoreError):
@@ -38,8 +38,8 @@ class DatabaseInUseError(StoreError):
 
 
 class StorageFaultError(StoreError):
-    """The disk is full or failing, or the file was locked for longer than the busy timeout. A later attempt
-    may succeed."""
+    """The disk is full or failing, or the database file was locked for longer than the busy timeout. A later
+    attempt may succeed."""
 
 
 class SlowQueryError(StoreError):
@@ -84,8 +84,8 @@ def primary_code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-# These errors are caused by the operation itself, so every attempt would fail. All others are caused by the
-# disk or a lock.
+# These SQLite errors are caused by the operation itself, so every attempt would fail. All other errors are
+# caused by the disk or a lock.
 _OWN_FAULTS = frozenset(
     {
         sqlite3.SQLITE_ERROR,
@@ -106,7 +106,7 @@ def is_own_fault(error: BaseException) -> bool:
     return primary_code(error) in _OWN_FAULTS or primary_code(error) == 0
 
 
-# A retry may succeed after these errors. All other errors need an operator's attention.
+# A retry may succeed after these SQLite errors. All other errors need an operator's attention.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 

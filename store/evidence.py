@@ -47,7 +47,7 @@ class Findings(NamedTuple):
 
     verdict: Verdict
     problems: list[str]
-    """Descriptions of the faults, with any fault in the chain first."""
+    """Descriptions of the faults found. Any fault in the chain comes first."""
     notes: list[str]
     """Remarks, for example about checks that could not be made."""
     sources: dict[str, int]
@@ -218,20 +218,20 @@ def _value(text: str | None) -> Any:
 
 
 def read_audit_head(path: Path) -> Head:
-    """Return the chain's head, to be recorded outside the file. Raises `StoreError` on failure."""
+    """Return the audit chain's head, to be recorded outside the database. Raises `StoreError` on failure."""
     with reading(path, CONTROL) as connection:
         return audit.head(connection)
 
 
 def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
-    """Verify the chain in the file at `path`, through a read-only connection. Raises `StoreError` on
-    failure."""
+    """Verify the audit chain in the database at `path`, through a read-only connection. Raises `StoreError`
+    on failure."""
     with reading(path, CONTROL) as connection:
         return audit.verify(connection, recorded)
 
 
 def spooled_entries(folder: Path) -> list[Entry]:
-    """Return the entries waiting in the spool in `folder`. Raises `StoreError` on failure."""
+    """Return the audit entries waiting in the spool in `folder`. Raises `StoreError` on failure."""
     try:
         return read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
@@ -253,7 +253,7 @@ def recorded_in(lines: Iterable[str], source: str) -> list[Recorded]:
 
 
 def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
-    """Check the chain in the state directory `folder` against the heads recorded there and those in
+    """Check the audit chain in the state directory `folder` against the heads recorded there and those in
     `recorded`.
 
     Raises `StoreError` if the files cannot be read at all.

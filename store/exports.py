@@ -36,7 +36,7 @@ class Trailer(NamedTuple):
 
 
 def lines_of(chain: Iterable[AuditRow], key: SigningKey | None) -> Iterator[str]:
-    """Yield the lines of an export, including newlines."""
+    """Yield the lines of an audit export, including newlines."""
     digest = hashlib.sha256()
     head, count = Head(0, GENESIS_HASH), 0
     for row in chain:

@@ -24,7 +24,7 @@ MAX_TIME = 1e11
 """Latest allowed unix time, in the year 5138. Some systems cannot show later times as dates."""
 MAX_TEXT_CHARS = 200
 MAX_NAMES = 256
-"""Maximum number of items in a list."""
+"""Maximum number of items in a field's list."""
 CLASSES = 4
 """Number of service classes: P0 real-time, P1 interactive, P2 batch, P3 background."""
 
@@ -48,7 +48,7 @@ class Declared(NamedTuple):
 
     name: str
     type: Any
-    """The annotated type, without the `Field`."""
+    """The field's type, without its `Field` annotation."""
     default: Any
     """`msgspec.NODEFAULT` for a field that every record must set."""
     field: Field

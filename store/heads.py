@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 KEY_FILE = "audit.key"
 HEADS_FILE = "audit.heads"
 ROWS_BETWEEN_HEADS = 16
-"""A new head is recorded after this many rows."""
+"""A new head is recorded after this many audit rows."""
 
 _KEY_BYTES = 32
 _LINE = re.compile(
@@ -155,13 +155,13 @@ def _of(folder: Path) -> str:
 
 
 class HeadKeeper:
-    """Signs chain heads and records them in the file and in the log, which systemd's journal stores. Not
-    thread-safe: only the database's writer thread may record heads."""
+    """Signs chain heads and records them in the heads file and in the log, which systemd's journal stores.
+    Not thread-safe: only the database's writer thread may record heads."""
 
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """Why the latest head is only in the log and not in the file, or None if it is in both."""
+        """Why the latest head is only in the log and not in the heads file, or None if it is in both."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
         self._key = key
@@ -198,7 +198,7 @@ class HeadKeeper:
         return max(ours, key=lambda head: head.seq, default=None)
 
     def _filed(self) -> list[SignedHead]:
-        """Return the heads in the file, or an empty list if it cannot be read."""
+        """Return the heads in the heads file, or an empty list if the file cannot be read."""
         try:
             with self.path.open(encoding="utf-8", errors="replace") as lines:
                 return list(heads_in(lines))

@@ -34,7 +34,7 @@ _MODE = 0o600
 
 
 class IncidentTooLargeError(StoreError):
-    """Raised if the slice is too large for an incident file. The message gives the remedy."""
+    """Raised if the slice of history is too large for an incident file. The message gives the remedy."""
 
 
 class IncidentWriter:
@@ -108,7 +108,7 @@ class IncidentWriter:
         return StoreError(f"{self.path} already exists", "choose another name, or remove the file")
 
     def describe(self, facts: Mapping[str, str]) -> None:
-        """Add named properties of the slice."""
+        """Add named properties of the recorded slice of history."""
         self._insert("INSERT INTO incident (name, value) VALUES (?, ?)", list(facts.items()))
 
     def samples(

@@ -18,9 +18,9 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
     """SHA-256 (hex) of the file."""
     samples: str = ""
     """SHA-256 (hex) of samples from a file too large to be read in full before each start. Empty for smaller
-    files, and for versions added by releases that did not store it."""
+    files, and for versions added by releases that did not store this hash."""
     mtime_ns: int = 0
-    """Modification time in unix nanoseconds; 0 for versions added by releases that did not store it."""
+    """Modification time in unix nanoseconds; 0 for versions added by releases that did not store the time."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):

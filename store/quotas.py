@@ -48,7 +48,7 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class QuotaState(msgspec.Struct, frozen=True):
-    """The quota state read at startup."""
+    """The remaining quotas and the usage not yet subtracted from them, as read at startup."""
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
@@ -64,7 +64,7 @@ _SAVE = (
 
 
 class QuotaLog:
-    """Writes levels through `writer`, which must be the request log's writer."""
+    """Writes quota levels through `writer`, which must be the request log's writer."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer

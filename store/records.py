@@ -125,7 +125,7 @@ def _record(kind: type[R], fields: dict[str, object]) -> R:
 
 @cache
 def _as_json(kind: type[Record]) -> tuple[str, ...]:
-    """Return the fields stored as JSON."""
+    """Return the names of the record's fields that are stored as JSON."""
     found = []
     for name, hint in get_type_hints(kind).items():
         inner = without_none(hint)

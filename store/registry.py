@@ -285,8 +285,9 @@ class ModelRegistry:
     def set_shadow(
         self, *, actor: Actor | str, name: str, target: str | None, share: float
     ) -> Future[ShadowRecord | None]:
-        """Copy a share of the requests for a name to `target` or, if `target` is None, end the shadow. The
-        future returns the previous shadow, or raises UnknownModelError if there is no shadow to end."""
+        """Start a shadow, which copies a share of the requests for a name to `target`. If `target` is None,
+        end the name's shadow. The future returns the previous shadow, or raises UnknownModelError if there is
+        no shadow to end."""
         wanted: dict[str, object] = {"target": target, "share": share}
 
         def apply(connection: sqlite3.Connection) -> ShadowRecord | None:
@@ -343,8 +344,8 @@ class ModelRegistry:
 
 
 def read_registry(path: Path) -> Registry:
-    """Read all records from the file at `path`, through a read-only connection. Raises `StoreError` on
-    failure."""
+    """Read all registry records from the file at `path`, through a read-only connection. Raises `StoreError`
+    on failure."""
     with reading(path, CONTROL) as connection:
         return _read(connection)
 

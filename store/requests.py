@@ -124,7 +124,7 @@ class RequestLog:
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._last_sequence: int | None = None  # Only the writer thread uses this attribute.
+        self._last_sequence: int | None = None  # Used only by the writer thread.
 
     def open(self, row: RequestRow) -> bool:
         """Log an admitted request. Never blocks; returns False if the row was dropped (counted in the

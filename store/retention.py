@@ -17,7 +17,7 @@ BATCH_ROWS = 100
 BATCH_BYTES = 256 << 10
 BATCH_PAGES = 32
 KEPT_FREE = 0.1
-"""Maximum fraction of free pages in a file."""
+"""Maximum fraction of a database file's pages that may stay free."""
 
 
 # The recursive query needs one index lookup per tenant, whereas DISTINCT would read the whole index.

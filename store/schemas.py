@@ -101,7 +101,7 @@ WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
 )
 
 
-# sequence is the number of the newest request log change that the levels reflect.
+# sequence is the number of the newest request log change that the quota levels reflect.
 _QUOTA_LEVELS = (
     "ALTER TABLE requests ADD COLUMN quota_tokens INTEGER NOT NULL DEFAULT 0",
     """

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SPOOL_FILE = "audit.spool"
 RESERVED_BYTES = 256 << 10
-"""Size reserved for the file, enough for about 500 entries."""
+"""Size reserved for the spool file, enough for about 500 entries."""
 MAX_ENTRIES = 10_000
 
 _PURPOSE = "audit spool"
@@ -34,12 +34,12 @@ _UNREADABLE = "unreadable"
 
 
 class SpoolState(NamedTuple):
-    """Number and location of the waiting entries."""
+    """Number and location of the audit entries waiting in the spool."""
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service is killed, these entries exist only in its
-    log."""
+    """Number of waiting entries that are not in the spool file. If the service is killed, these entries exist
+    only in its log."""
     path: Path | None
     """The spool file, or None if it contains no entries."""
     since: str | None
@@ -82,7 +82,7 @@ def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
 
 
 class Spool:
-    """Holds the waiting entries, oldest first. Safe to call from any thread."""
+    """Holds the waiting audit entries, oldest first. Safe to call from any thread."""
 
     def __init__(self, path: Path, key: SigningKey) -> None:
         self._path = path
@@ -91,7 +91,7 @@ class Spool:
         self._descriptor: int | None = None
         self._entries, self._end, self._mac = SpoolContent([])
         self._in_memory = 0
-        """Number of entries that are not in the file. These are always the newest."""
+        """Number of entries that are not in the spool file. These are always the newest."""
         self._dropped = 0
 
     def start(self) -> None:

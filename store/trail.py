@@ -85,7 +85,7 @@ class AuditTrail:
         resolves when the intent is recorded. The future never fails. If the database refuses the entry, the
         entry is spooled. If the spool file cannot be written either, the entry is kept in memory and logged.
 
-        Raises the same errors as `canonical_json` for `params`.
+        Raises `ValueError` or `TypeError` if JSON cannot represent a value in `params`.
         """
         acting = audit.as_actor(actor)._replace(act=audit.new_act())
         return acting, self._record(audit.intent(acting, action, params))
@@ -102,7 +102,7 @@ class AuditTrail:
         """Record an action's result, in the same way as `intend` records its intent. Does nothing if a
         change's transaction has already recorded the result.
 
-        Raises the same errors as `canonical_json`.
+        Raises `ValueError` or `TypeError` if JSON cannot represent a value.
         """
         return self._record(audit.outcome(actor, action, params, result, before, after))
 

@@ -52,7 +52,8 @@ class _Item(NamedTuple):
     submitted_at: float
     """When the operation was submitted, from `time.monotonic()`."""
     future: Future[Any] | None
-    """Future for the result. If set, a caller is waiting, so the item is committed immediately."""
+    """Future for the operation's result. If set, a caller is waiting, so the item is committed
+    immediately."""
     once: bool
     """Whether the operation runs in a separate transaction and only once. If it fails, it is not retried, and
     the future raises the error."""

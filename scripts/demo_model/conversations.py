@@ -236,7 +236,7 @@ class ConversationMaker:
             return self.random.choice(self.small_talk)
         if draw < _SMALL_TALK_SHARE + _UNKNOWN_SHARE:
             return self.random.choice(self.unknown)
-        if not self.queue:  # refill with all names in random order (those in questions.jsonl twice)
+        if not self.queue:  # refill the queue with all names in random order (those in questions.jsonl twice)
             self.queue = [*range(len(self.answers)), *self.frozen]
             self.random.shuffle(self.queue)
         index = self.queue.pop()

@@ -25,8 +25,8 @@ BATCH = 100
 def score(
     folder: Path, device: torch.device, dtype: torch.dtype, corpus: Path | None = None
 ) -> dict[str, float]:
-    """Print and return the scores. If `corpus` is given, also score differently worded questions about a
-    random sample of its names."""
+    """Print and return the checkpoint's scores. If `corpus` is given, also score differently worded questions
+    about a random sample of its names."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-untyped, unused-ignore]
 
     started = time.monotonic()

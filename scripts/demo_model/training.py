@@ -29,7 +29,7 @@ class Recipe:
     steps: int = 3500
     warmup_steps: int = 150
     peak_rate: float = 2e-3
-    weight_decay: float = 2.5  # large, because training reads the text many times and could overfit
+    weight_decay: float = 2.5  # large, because a run reads the text many times and could overfit
     clip_norm: float = 1.0
     text_rows: int = 16
     text_length: int = 2048
