@@ -36,8 +36,8 @@ def plan_attention(inputs: AttentionInput) -> AttentionPlan:
         used = -(-chunk.end // PAGE_TOKENS)
         chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
-    # Replace entries past the end of a sequence with the sequence's first block. Such entries may point to
-    # other sequences' blocks, which may contain NaN. Masking multiplies by 0, and 0 × NaN is NaN.
+    # Replace block-table entries past the end of a sequence with the sequence's first block. Such entries may
+    # point to other sequences' blocks, which may contain NaN. Masking multiplies by 0, and 0 × NaN is NaN.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
     return AttentionPlan(tables, inputs.lens, inputs.queries, chunks)

@@ -372,5 +372,5 @@ def _lock(path: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # The process id is informational; the lock does not depend on it.
+        pass  # The process id in the lock file is informational; the lock does not depend on it.
     return descriptor

@@ -306,7 +306,7 @@ def _recorded_by_now(folder: Path, seq: int) -> int:
 
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
-    """Check the chain in the database or export at `path` against recorded heads. If `key` is given,
+    """Check the audit chain in the database or export at `path` against recorded heads. If `key` is given,
     signatures are also checked, and heads with a wrong signature are ignored. Raises `StoreError` on
     failure."""
     known = list(recorded)

@@ -102,7 +102,7 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     a bug in the service."""
 
     def stored(self, sequence: int) -> tuple[object, ...]:
-        """Return the values that `INSERT_LOGGED` stores, with the given sequence number."""
+        """Return the row's values in the column order of `INSERT_LOGGED`, with the given sequence number."""
         return (*(_storable(getattr(self, name)) for name in RequestRow.__struct_fields__), sequence)
 
 

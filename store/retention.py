@@ -100,7 +100,7 @@ def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]
 
 
 def remove_details(connection: sqlite3.Connection, before: float) -> Removed:
-    """Remove a batch of details recorded earlier than `before` (unix seconds)."""
+    """Remove a batch of telemetry details recorded earlier than `before` (unix seconds)."""
     removed = connection.execute(
         f"DELETE FROM {DETAILS} WHERE at IN (SELECT at FROM {DETAILS} WHERE at < ? ORDER BY at LIMIT ?)",
         (before * 1000, BATCH_ROWS),

@@ -121,7 +121,7 @@ class Spool:
                 log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
-        """Retry writing the entries that are not yet in the file."""
+        """Retry writing the entries that are not yet in the spool file."""
         with self._lock:
             self._write()
 

@@ -47,8 +47,8 @@ def add_ended(connection: sqlite3.Connection, request_id: str) -> None:
 
 
 def read_usage(path: Path, wanted: UsageFilter, limit: int, limit_s: float | None) -> list[DailyUsage]:
-    """Return the first `limit` matching rows, oldest day first. `limit_s` is the call's time limit. Raises
-    `StoreError` on failure."""
+    """Return the first `limit` matching usage rows, oldest day first. `limit_s` is the call's time limit.
+    Raises `StoreError` on failure."""
     given = [(sql, value) for sql, value in zip(_CONDITIONS, wanted, strict=True) if value is not None]
     where = " AND ".join(["true", *(sql for sql, _ in given)])
     sql = f"SELECT {', '.join(DailyUsage._fields)} FROM usage WHERE {where} ORDER BY 1, 2, 3, 4 LIMIT ?"

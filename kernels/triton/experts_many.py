@@ -49,7 +49,7 @@ class Sorted:
     token × top_k + i."""
 
     order: torch.Tensor
-    """Numbers of all choices, in sorted order: [tokens × top_k] int32."""
+    """The number of each choice, in sorted order: [tokens × top_k] int32."""
     groups: dict[int, torch.Tensor]
     """For each tile height (row count), the groups into which each expert's choices are divided: [groups + 1,
     4] int32. A group has at most as many choices as a tile has rows. The first row begins with the number of

@@ -235,7 +235,7 @@ def _rope(
     PAGE: tl.constexpr,
 ):
     """Compute `rope_cache_write` for a group of heads of one token. A group may contain query, key and value
-    heads, so the row is read only once."""
+    heads, so the token's row is read only once."""
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)

@@ -108,7 +108,7 @@ def settle_kernel(
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw as soon as the count and mass of the tokens above `low` exceed the limits by at most a factor
+        # Draw as soon as the count and mass of the tokens above `low` exceed their limits by at most a factor
         # of 1.5, because the draw will then probably be accepted.
         draw = over < 1.5
         if draw:

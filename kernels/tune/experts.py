@@ -177,7 +177,7 @@ class Family:
 
 
 def families(shape: ExpertsShape, tokens: int, shared_bytes: int) -> list[Family]:
-    """Return the candidates for this number of tokens: those for few tokens, those for many, or both."""
+    """Return the candidate plans for this number of tokens: those for few tokens, those for many, or both."""
     found = []
     up, down = (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
     if tokens <= _DOT_UP_TO:
