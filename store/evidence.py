@@ -68,8 +68,8 @@ class Findings(NamedTuple):
 
 
 class AuditAction(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator's action. Times are in ISO 8601. The order of the fields is that of the columns that
-    `_ACTIONS` selects, and of the keys in JSON."""
+    """An operator's action. Times are in ISO 8601. The fields are in the order of the columns that `_ACTIONS`
+    selects. The keys in JSON have the same order."""
 
     seq: int | None
     """Sequence number of the audit chain row with the action's intent. Null while the action is still in the

@@ -180,10 +180,11 @@ class HeadKeeper:
             self.last_error = f"{self.path} cannot be created ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Return True if the chain needs a new row that names this key as the signing key. It does if
+        """Return True if the chain needs a new row that names this key as the signing key. This is the case
+        if
 
         - the key was just created, or
-        - the file contains heads of rows after `named` that were signed with a different key.
+        - the heads file contains heads of rows after `named` that were signed with a different key.
 
         `named` is the latest row that names this key; `newest` is the newest row of the chain.
         """
