@@ -51,8 +51,8 @@ class DeviceArena:
         self._base = driver.reserve(self._limit)
         self._allocated = 0
         self._size = 0
-        """Number of bytes, from the start of the range, that are backed by physical memory unless the arena
-        is released."""
+        """Number of bytes, from the start of the address range, that are backed by physical memory unless the
+        arena is released."""
         self._mapped: list[tuple[int, int, int]] = []
         """Address, size and handle of each mapped piece."""
         # The finaliser must not refer to the arena, or the arena would never be deleted.

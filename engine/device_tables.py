@@ -1,9 +1,9 @@
 """One rank's device tables, which turn a `StepPlan` into a step's device input (`StepBatch`).
 
 Each running sequence owns one slot of the tables. The tables hold the values that the device itself updates:
-lengths, last tokens and penalty counts. The host also derives the lengths from the plans, so it knows all
-tensor shapes without reading from the device. The tables depend only on the plans and their order, not on
-time or rank, so equal plans produce equal tables on all ranks.
+sequence lengths, last tokens and penalty counts. The host also derives the sequence lengths from the plans,
+so it knows all tensor shapes without reading from the device. The tables depend only on the plans and their
+order, not on time or rank, so equal plans produce equal tables on all ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SlotTables:
     """One rank's device tables, with one slot per running sequence. `max_num_seqs` is the number of slots,
     and `max_blocks_per_slot` the number of KV blocks in the longest sequence. `vocab_size` is the size of the
     full vocabulary, not just of the rank's share. `padding` is None if forward passes are not padded. The
-    tables take 8 bytes for each block of each slot, in addition to `SamplingTables`.
+    tables use 8 bytes for each block of each slot, in addition to the memory of `SamplingTables`.
     """
 
     def __init__(

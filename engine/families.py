@@ -385,14 +385,14 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without groups, only the checkpoint's KV cache is quantised. That scheme is ignored, because the
+    # Without groups, only the checkpoint's KV cache is quantised. The cache's scheme is ignored, because the
     # replica's settings determine the KV cache dtype.
     return bool(groups), False
 
 
 def _expect_blocks(config: Fields) -> None:
-    """Raise CheckpointError unless the blocks have FP8_BLOCK rows and columns, and activations are quantised
-    dynamically."""
+    """Raise CheckpointError unless the quantisation blocks have FP8_BLOCK rows and columns, and activations
+    are quantised dynamically."""
     if config.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK]:
         raise config.error(
             "weight_block_size",

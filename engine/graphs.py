@@ -33,7 +33,7 @@ class _Sample:
 
 class DecodeGraphs:
     """The captured decode steps of one rank. Call `capture` once, then `set_slots`, `forward` and `sample` in
-    each step. A step with logits processors must call the sampler instead of `sample`.
+    each step. For a step with logits processors, call the sampler instead of `sample`.
     """
 
     def __init__(

@@ -113,8 +113,8 @@ def _has_kernels(served: ReplicaModel, device: torch.device) -> bool:
 
 
 def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.Popen[bytes]:
-    """Start a separate process for `build`, because this process uses CUDA and must not fork. Errors go to
-    standard error."""
+    """Start a separate process that runs `build`, because this process uses CUDA and must not fork. Errors go
+    to standard error."""
     command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
     command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]
     path = os.pathsep.join(entry for entry in sys.path if entry)

@@ -95,7 +95,7 @@ class RankKvCache:
         return self._least_over_ranks(budget // sizes.kv_bytes_per_block)
 
     def _allocated(self) -> list[KvPool]:
-        """Return zero-filled pools with memory for all blocks."""
+        """Return zero-filled KV pools with memory for all blocks."""
         device, ranks = self._decoder.device, self._decoder.ranks.size
         needed, per_block = self.blocks * self._sizes.kv_bytes_per_block, self._sizes.kv_bytes_per_block
         if device.type != "cpu":

@@ -41,8 +41,8 @@ _KV_BLOCKS = 64
 _MULTIPROCESSORS = 132
 """A Hopper GPU's multiprocessor count, which does not affect the compiled kernels."""
 _DIFFERENT_ROWS = 256
-"""Largest row count for which the tables in `kernels/tuned` contain a plan. Above it, only powers of two and
-the largest size are enumerated."""
+"""Largest row count for which the tables in `kernels/tuned` contain a plan. Above this count, only powers of
+two and the largest size are enumerated."""
 _ALIGNMENT = 16
 """Triton compiles a separate kernel variant for integer arguments that are multiples of this value."""
 

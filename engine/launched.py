@@ -114,7 +114,7 @@ def to_host(results: StepResults) -> StepResults:
 
 
 def read_results(plan: StepPlan, results: StepResults) -> StepTokens:
-    """Convert results on the host to a `StepTokens` message for the scheduler."""
+    """Convert a step's results, already copied to the host, to a `StepTokens` message for the scheduler."""
     token_ids: list[int] = results.sampled.token_ids.tolist()
     logprobs: list[TokenLogprob | None] | None = None
     if results.sampled.logprobs is not None:

@@ -49,7 +49,7 @@ class LogState(NamedTuple):
 
 
 class UtcFormatter(logging.Formatter):
-    """Formats a record as UTC time with milliseconds, level, `prefix` and message."""
+    """Formats a log record as UTC time with milliseconds, level, `prefix` and message."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__(

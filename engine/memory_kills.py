@@ -29,7 +29,7 @@ def count_memory_kills(own_groups: Path = _OWN_GROUPS, root: Path = _ROOT) -> in
 
 
 def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
-    """Yield the files that may contain the counter, for cgroup v1 and v2."""
+    """Yield the files that may contain the `oom_kill` counter, for cgroup v1 and v2."""
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

@@ -70,8 +70,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     """Token budget: the maximum number of tokens computed in a step."""
     max_mixed_tokens: int | None = None
-    """Token budget of a step with both decodes and prompts. It limits how long prompts can delay the next
-    tokens of decoding sequences. None selects half of `max_num_batched_tokens`, but at most 4096."""
+    """Token budget of a step with both decodes and prompts. It limits the time by which prompts can delay the
+    next tokens of decoding sequences. None selects half of `max_num_batched_tokens`, but at most 4096."""
     kv_blocks: int | None = None
     """Number of KV blocks. None selects as many as fit into the memory left after a profiling step."""
     gpu_memory_utilization: float = 0.95

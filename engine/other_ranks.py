@@ -25,8 +25,8 @@ from engine.wire import Channel, socketpair
 STOP_GRACE_S = 10.0
 """Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds this limit is killed."""
 LOSS_GRACE_S = 2.0
-"""Time limit, in seconds, for rank 0 to call `stop` after another rank was lost. Otherwise, rank 0's process
-exits. It may be blocked in a collective that never returns, e.g. while loading the model."""
+"""Time limit, in seconds, for rank 0 to call `stop` after another rank was lost. After this time, rank 0's
+process exits, because it may be blocked in a collective that never returns, e.g. while loading the model."""
 
 
 class OtherRanks:
@@ -38,8 +38,8 @@ class OtherRanks:
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        """Start the processes. The calling thread must outlive them. Raises OSError if a process cannot be
-        started."""
+        """Start the ranks' processes. The calling thread must outlive them. Raises OSError if a process
+        cannot be started."""
         self.spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous())
         """The ranks' configuration, including the path of their rendezvous file."""
         self.plans: list[socket.socket] = []

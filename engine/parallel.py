@@ -40,8 +40,8 @@ class Overlap(Protocol):
         overwritten. If `part` is not already in the buffer returned by `part()`, it is copied there first."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of a half's latest `start` and return it. It stays valid until `start` has been
-        called twice more for this half."""
+        """Wait for the result of a half's latest `start` and return it. The result stays valid until `start`
+        has been called twice more for this half."""
 
 
 class Ranks(Protocol):
@@ -95,7 +95,7 @@ class Ranks(Protocol):
         """Raise RankFailureError if `abandon` was called."""
 
     def close(self) -> None:
-        """Leave the group. CUDA graphs that contain collectives must be deleted first."""
+        """Leave the group of ranks. CUDA graphs that contain collectives must be deleted first."""
 
 
 class Collectives:
@@ -231,7 +231,7 @@ def all_to_all(tensor: torch.Tensor) -> torch.Tensor:
 
     received = torch.empty_like(tensor)
     try:
-        # Sent as bytes, because some backends do not support all dtypes.
+        # The tensor is sent as bytes, because some backends do not support all dtypes.
         dist.all_to_all_single(received.view(torch.uint8), tensor.view(torch.uint8))
     except RuntimeError as error:
         raise RankFailureError(
@@ -280,8 +280,8 @@ def join(
     import torch.distributed as dist
 
     if backend == "gloo":
-        # By default, gloo uses the address that the host name resolves to. Without a network, this fails;
-        # with one, the ranks would communicate over it.
+        # By default, gloo uses the address that the host name resolves to. Without a network, using this
+        # address fails; otherwise, the ranks would communicate over the network.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None

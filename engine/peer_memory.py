@@ -1,4 +1,5 @@
-"""Allocates memory that all of a replica's GPUs can access. The ranks exchange small messages through it."""
+"""Allocates memory that all of a replica's GPUs can access. The ranks exchange small messages through this
+memory."""
 
 from __future__ import annotations
 

@@ -97,12 +97,13 @@ LOWEST_LOGPROB = -9999.0
 """Lowest log probability that is reported. Lower and non-finite values are replaced with it."""
 
 BAD_TOKEN = -1
-"""Reported in place of a sampled token if the logits have no finite maximum, e.g. because the weights are
-damaged or a value overflowed."""
+"""Token id reported in place of a sampled token if the logits have no finite maximum, e.g. because the
+weights are damaged or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """A step's results. There is one entry per sampling slot, in plan order: decodes first, then chunks."""
+    """A step's results. Tokens and log probabilities have one entry per sampling slot, in plan order: decodes
+    first, then chunks."""
 
     token_ids: list[int]
     """Sampled tokens, with BAD_TOKEN where no token could be sampled."""

@@ -89,7 +89,7 @@ class RankMemory(Protocol):
 
 
 class _FixedKv:
-    """Base class for rank memory with a KV cache of fixed size."""
+    """Base class of memory managers whose KV cache has a fixed size."""
 
     can_grow = False
 

@@ -142,7 +142,7 @@ def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
 def _lead(
     start: Start, control: Channel[RankInbound], peers: list[socket.socket], runner: ModelRunner
 ) -> None:
-    """Serve as rank 0. `peers` are its ends of the plan channels to the other ranks."""
+    """Serve as rank 0. `peers` are rank 0's ends of the plan channels to the other ranks."""
     from engine.assembly import build_core
     from engine.leader import LeaderLoop
 

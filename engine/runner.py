@@ -391,8 +391,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             return total - free
-        # Add the pool's size. Its pages become resident only when first written, so the resident memory does
-        # not include them yet.
+        # Add the KV pool's size. Its pages become resident only when first written, so the resident memory
+        # does not include them yet.
         pool = self.kv_blocks * self._predict(None).kv_bytes_per_block
         return max(0, memory.resident_bytes() - resident_before) + pool
 

@@ -333,7 +333,7 @@ def graph_bytes(
     logits.
 
     With 32 layers, the four graphs of one batch size take 8 to 9 MiB (measured). A prompt pass has one graph,
-    with the same number of kernels. The largest prompt pass's activations are added.
+    with the same number of kernels. The result also includes the activations of the largest prompt pass.
     """
     prompts = prompt_capture_sizes(max_num_batched_tokens)
     working = _activations(config, shard, dtype, prompts[-1]) if prompts else 0
@@ -409,7 +409,8 @@ def peer_bytes(tensor_parallel_size: int) -> int:
 
 
 def overlap_split(tokens: int) -> int:
-    """Return the number of tokens in the first half of a pass that overlaps its sums with computation."""
+    """Return the number of tokens in the first half of a pass that overlaps its all-reduces with
+    computation."""
     return -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
 
 

@@ -86,7 +86,7 @@ class RankSleep:
         problem = ""
         try:
             attempt()
-        except MemoryError as error:  # SleepError is a subclass
+        except MemoryError as error:  # SleepError is a MemoryError
             problem = str(error)
         (failed,) = self._totals((bool(problem),))
         if failed and not problem:
@@ -112,8 +112,8 @@ class SleepControl:
         self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when an operation has ended. `poll` then returns its
-        result."""
+        """Return a descriptor that becomes readable when an operation has ended. `poll` then returns the
+        operation's result."""
         return self._ended
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ _DROPPED = -1
 """Placeholder for a file descriptor that the kernel dropped instead of delivering it."""
 _READ_BYTES = 1 << 16
 """Size of the buffer for one read. A larger buffer would be mapped anew for each read if malloc is configured
-to return large blocks (`engine.process_memory`)."""
+to return large blocks to the operating system (`engine.process_memory`)."""
 _MAX_READS = 16
 _MAX_FDS = 64
 
@@ -35,8 +35,8 @@ MAX_FRAME_BYTES = 64 << 20
 """Default maximum frame size in bytes. A longer frame is a protocol violation, so
 the channel is closed."""
 MAX_BACKLOG_BYTES = 256 << 20
-"""Maximum number of unsent bytes. If the peer leaves more unread, the channel is closed to limit memory
-use."""
+"""Maximum number of unsent bytes. If the peer reads too slowly and more bytes are queued, the channel is
+closed to limit memory use."""
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:

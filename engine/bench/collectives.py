@@ -144,7 +144,7 @@ def _measure(memory: Any, rows: int, hidden: int) -> dict[str, float]:
 
 def _microseconds(run: Callable[[], object], calls: int) -> float:
     """Return the median time per call, measured by replaying a CUDA graph of `calls` calls. An untimed replay
-    before each timed one aligns the ranks."""
+    before each timed one synchronises the ranks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -68,7 +68,8 @@ def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExpe
 
 @contextmanager
 def _watched(decoder: Decoder, tokens: int) -> Iterator[list[int]]:
-    """Count the distinct experts per layer in decode steps of `tokens` tokens while the `with` body runs."""
+    """Count the distinct experts chosen per layer in decode steps of `tokens` tokens while the `with` body
+    runs."""
     watch = _Watch(tokens)
     forward = decoder.forward
 

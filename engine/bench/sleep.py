@@ -119,7 +119,7 @@ def _change(engine: LocalEngine, asleep: bool) -> MemoryChanged:
 
 def _answer(engine: LocalEngine, tokens: int) -> list[int]:
     """Return the token IDs of the greedy answer to a fixed prompt. A new cache salt keeps the prompt from
-    being found in the prefix cache, so it is computed every time."""
+    being found in the prefix cache, so the prompt is computed every time."""
     prompt = [(7 * place + 3) % engine.info.vocab_size for place in range(_WORKLOAD.prompt_tokens)]
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     ((sample,),) = engine.generate([prompt], sampling, cache_salt=str(time.perf_counter_ns()))

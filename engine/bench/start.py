@@ -81,10 +81,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def started(
     arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
 ) -> Iterator[LocalEngine]:
-    """Start an engine that can run the sequences of `workloads`. The engine is closed when the `with`
-    statement ends.
-
-    It is configured by the options from `add_options`. Progress is shown on standard error if that is a
+    """Start an engine that can run the sequences of `workloads`. The engine is configured by the options from
+    `add_options` and closed when the `with` statement ends. Progress is shown on standard error if that is a
     terminal. `scratch` is a folder for the model shape's configuration file. Raises the exceptions in
     FAILURES.
     """

@@ -23,7 +23,7 @@ def median_run(workload: EngineWorkload, runs: Sequence[WorkloadResult]) -> Work
 
 
 def line(name: str, workload: EngineWorkload, runs: Sequence[WorkloadResult], limit: float | None) -> str:
-    """Format a workload's line. `limit` is None if the device's peak rates are unknown."""
+    """Format a workload's line of the table. `limit` is None if the device's peak rates are unknown."""
     run = median_run(workload, runs)
     fraction = ""
     if limit is not None:

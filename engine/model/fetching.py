@@ -106,7 +106,7 @@ class BatchRead:
             del failure
 
     def read(self, block: FileBlock, first: int, end: int) -> None:
-        """Read one piece. If that fails, `wait` raises the error."""
+        """Read one piece of a block. If reading fails, `wait` raises the error."""
         try:
             self._read(block, first, end)
         except BaseException as error:

@@ -5,7 +5,7 @@ part of a forward pass (`run`), and lists the checkpoint tensors it needs. Weigh
 and kernel tuning all work on these classes, so a new kind of layer needs only a class and an entry in
 LAYER_KINDS.
 
-Each half of a layer (attention, and the MLP or experts) begins by normalising the residual, and ends with a
+Each half of a layer (attention, and the MLP or experts) begins by normalising the residual and ends with a
 linear layer whose result is added to the residual. The q, k and v weights are fused into one matrix, and the
 gate and up weights into another.
 """
@@ -98,9 +98,11 @@ class WeightShard:
     shape: tuple[int, ...]
     """Shape of the complete tensor in the checkpoint."""
     target: torch.Tensor | None
-    """View of the parameter that the part is loaded into, or None if another rank loads it."""
+    """View of the parameter into which this rank's part is loaded, or None if another rank loads the
+    tensor."""
     dim: int = 0
-    """Dimension along which the tensor is split. Along all others, `target` has the tensor's full size."""
+    """Dimension along which the tensor is split. Along all other dimensions, `target` has the tensor's full
+    size."""
     start: int = 0
     """Index along `dim` at which this rank's part begins."""
     scales: torch.Tensor | None = None

@@ -73,9 +73,9 @@ def stream(
     A block has at most `block_bytes` bytes (the default depends on the device), unless a single row is
     larger. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
 
-    Exceptions from `fill` and `find_target` propagate. Raises CheckpointError if bytes are missing or cannot
-    be read, naming the file and the tensor. At the end, also raises it if a file was modified after its
-    header was read.
+    Exceptions from `fill` and `find_target` propagate. Raises CheckpointError, naming the file and the
+    tensor, if bytes are missing or cannot be read. A file that was modified after its header was read causes
+    the same error at the end.
     """
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if device.type == "cuda" else _CPU_BLOCK_BYTES

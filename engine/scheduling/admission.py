@@ -191,8 +191,8 @@ class Admission:
         return len(hits)
 
     def _choose_forks(self, sequence: Sequence, limit: int) -> list[Sequence]:
-        """Return samples of the same submission that are waiting and have never been started. Returns at most
-        `limit` samples, and no more than there are free slots."""
+        """Return samples of the leader's submission that are waiting and have never been started. Returns at
+        most `limit` samples, and no more than there are free slots."""
         limit = min(limit, self._running.free_for(sequence.level) - 1)
         forks: list[Sequence] = []
         if sequence.started or limit <= 0:

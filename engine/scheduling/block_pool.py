@@ -95,8 +95,8 @@ class PrefixChain:
         return self._known(index)
 
     def find(self, blocks: dict[Content, Cached], end: int, token_ids: TokenIds) -> list[int]:
-        """Return the blocks of the sequence's longest prefix that is in `blocks`, but at most `end` blocks.
-        Their keys are copied from the cache, which is faster than computing them."""
+        """Look up the sequence's longest cached prefix in `blocks` and return the ids of its blocks, at most
+        `end`. The blocks' keys are copied from `blocks`, which is faster than computing them."""
         found: list[int] = []
         keys = self._shared + self._own
         count, shared, prompt, parent = len(keys), self._shared_blocks, self._prompt, self._root
@@ -170,7 +170,8 @@ class BlockPool:
         self._may_be_non_finite: set[int] = set()
         self._clears: list[int] = []
         self._cached: OrderedDict[int, float] = OrderedDict()
-        """The cached blocks, least recently used first. Each value is the time (`now`) of the last use."""
+        """The cached blocks, least recently used first. Each value is the time (`now`) of the block's last
+        use."""
         self.now = 0.0
         """Monotonic time in seconds, updated by the scheduler in every step. Reading the clock for each block
         would take longer than releasing the block."""

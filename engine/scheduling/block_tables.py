@@ -60,8 +60,8 @@ class BlockTables:
             self.send(plan, fork)
 
     def make_writable(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Make the next position writable: allocate a block, or copy the last block if it is shared. Returns
-        False if the pool has no free block."""
+        """Make the sequence's next position writable: allocate a block, or copy the last block if it is
+        shared. Returns False if the pool has no free block."""
         pool, table, slot = self._pool, sequence.table, sequence.slot
         count = sequence.block_count
         if sequence.position == count * BLOCK_TOKENS:

@@ -36,7 +36,8 @@ class TunedOps(CudaOps):
         self._table = cast(Table, _NotingTable(table, self.asked))
 
     def forget_workspaces(self) -> None:
-        """Free the attention workspaces, because their sizes depend on the number of rows."""
+        """Free the attention workspaces. Call when the number of rows changes, because the workspaces' sizes
+        depend on that number."""
         self._decode_workspaces = {}
 
     def attend(
