@@ -134,11 +134,11 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     cache_salt: str
     priority: int
     urgency: int = 0
-    """Same as `Submit.urgency`."""
+    """The request's urgency, which the front sends to the replica as `Submit.urgency`."""
     reserved_slots: int = 0
-    """Same as `Submit.reserved_slots`."""
+    """Number of the replica's slots reserved for urgent requests, sent on as `Submit.reserved_slots`."""
     most_tokens: int | None = None
-    """Maximum number of output tokens per sample, or None if the requested limit applies."""
+    """Maximum number of output tokens per sample, or None to use the requested limit."""
     rate_limits: RateLimits | None = None
 
 

@@ -88,7 +88,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     immediately."""
     keep_alive_s: float | None = None
     """How long, in seconds, the model stays loaded after the tenant's last request. A negative value means no
-    limit. If None, the model's `idle_unload_s` setting applies."""
+    limit. If None, the model's `idle_unload_s` setting is used."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
@@ -211,7 +211,7 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     retry: Literal["joined", "repeated"]
     """"joined" if the earlier request was still running when the retry arrived."""
     retry_of: str
-    """The earlier request's id."""
+    """Id of the request whose answer the retry received."""
     request_class: int
     status: int
     finish_reason: FinishReasons
@@ -219,7 +219,7 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
 
 
 class RequestProgress(msgspec.Struct, array_like=True, frozen=True):
-    """A request's progress."""
+    """The progress of an unfinished request."""
 
     request_id: str
     generated_tokens: int
@@ -232,7 +232,7 @@ class RequestProgress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FrontProgress(msgspec.Struct, tag="front_progress", frozen=True):
-    """The reply to `AskProgress`."""
+    """The progress of a front process's requests, sent in reply to `AskProgress`."""
 
     number: int
     requests: list[RequestProgress]

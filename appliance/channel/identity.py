@@ -25,7 +25,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     default_class: int = INTERACTIVE
     """The service class for requests that do not specify one."""
     context_tokens: int | None = None
-    """Maximum total length of prompt and output, or None if only the model's limit applies."""
+    """Maximum total length of prompt and output, in tokens, or None for the model's own limit."""
     default_max_tokens: int | None = None
     """Output limit, in tokens, for requests without `max_tokens`. If None, the output may fill the rest of
     the context."""

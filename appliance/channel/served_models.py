@@ -64,7 +64,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `GET /v1/models` lists the name. True if the model can answer requests now or can be loaded on
     demand."""
     fallback: str = ""
-    """Name of the model that answers requests if this one cannot and the key allows a fallback."""
+    """Name of the model that answers requests if this route's model cannot and the key allows a fallback."""
     shadow: Shadow | None = None
     arms: tuple[Arm, ...] = ()
     """The arms that can answer requests, if requests for the name are split. `unit` is then the unit of the

@@ -29,8 +29,7 @@ def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Return the answer's current token counts. The generation keeps them up to date, because a stream may
-    send them with every event."""
+    """Return the answer's token counts so far. A stream may send them with every event."""
     prompt_tokens, completion_tokens = generation.prompt_tokens, generation.completion_tokens
     return {
         "prompt_tokens": prompt_tokens,

@@ -40,19 +40,22 @@ class ClientDisconnected(Exception):
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
-    """Receive, parse and validate the body. Raises `ApiError` (400, 413, 415), or `ClientDisconnected`."""
+    """Receive, parse and validate a request's body. Raises `ApiError` if the body is refused, or
+    `ClientDisconnected` if the client disconnects first."""
     return parse_body(await receive_body(request, max_bytes), model, max_bytes, context_of(request))
 
 
 async def receive_body(request: Request, max_bytes: int) -> bytearray:
-    """Receive a body with a JSON Content-Type and return its bytes. Raises `ApiError` (413, 415), or
-    `ClientDisconnected`."""
+    """Receive a body with a JSON Content-Type and return its bytes. Raises `ApiError` if the body has another
+    type (415), is too large (413) or would exceed a memory limit (503), or `ClientDisconnected` if the client
+    disconnects first."""
     _check_content_type(request)
     return await _read_bytes(request, max_bytes, context_of(request).body)
 
 
 def parse_body(data: bytearray, model: type[Body], max_bytes: int, context: RequestContext) -> Body:
-    """Parse and validate the body. Raises `ApiError` (400, 413)."""
+    """Parse and validate a request's body. Raises `ApiError` if the body is invalid (400) or has too many
+    values (413)."""
     context.work_tokens = max(0, len(data) - _FREE_BYTES) // _BYTES_PER_TOKEN
     max_values, max_names = max_bytes // _BYTES_PER_VALUE, max_bytes // _BYTES_PER_NAME
     max_containers = max_bytes // _BYTES_PER_CONTAINER

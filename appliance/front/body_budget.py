@@ -67,7 +67,8 @@ class BodyReservation:
         self._bytes = 0
 
     def grow_to(self, size: int) -> None:
-        """Increase the reservation to `size` bytes in total. Raises `ApiError` (503)."""
+        """Increase the reservation to `size` bytes in total. Raises `ApiError` (503) if that would exceed a
+        memory limit."""
         if size > self._bytes:
             self._budget.reserve(self._tenant, size - self._bytes)
             self._bytes = size

@@ -25,9 +25,9 @@ async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
 
 
 async def send_comments(client: Connection, stream: EventStream, interval_s: float) -> None:
-    """Until the stream is done, write a comment to the client whenever nothing has been written for
-    `interval_s` seconds, counted from the arrival of the last written token. The response head must already
-    have been written."""
+    """Until the stream is done, write a comment to the client whenever `interval_s` seconds have passed since
+    the last comment or since the arrival of the last token written, whichever is later. The response head
+    must already have been written."""
     silent_since = time.monotonic()
     while not await happens_within(stream.done, silent_since + interval_s - time.monotonic()):
         silent_since = max(silent_since, stream.wrote_at)

@@ -30,7 +30,7 @@ def text_bytes(texts: Iterable[str]) -> int:
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
-    """Count `size` bytes of text against the tenant's memory limit while the context is active. Raises a 503
+    """Count `size` bytes of text against the tenant's memory limit while the `with` block runs. Raises a 503
     if the limit would be exceeded."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):

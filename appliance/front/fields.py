@@ -50,7 +50,7 @@ class PositiveOrMinusOne(int):
 
     @classmethod
     def parse(cls, value: Any) -> int:
-        """Return the number. Raises FieldError if the value is not allowed."""
+        """Return the field's number. Raises FieldError if the value is not allowed."""
         number = as_integer(value)
         if number is None or (number < 1 and number != -1):
             raise FieldError(f"must be an integer of at least 1, or -1, not {shown(value)}")
@@ -69,7 +69,7 @@ class KeepAliveField(float):
 
     @classmethod
     def parse(cls, value: Any) -> float:
-        """Return the duration in seconds. Raises FieldError if the value is not allowed."""
+        """Return the field's duration in seconds. Raises FieldError if the value is not allowed."""
         seconds = _seconds(value)
         if seconds is None or seconds > MAX_KEEP_ALIVE_S:
             raise FieldError(
@@ -146,8 +146,8 @@ class ContentField(str):
 
     @classmethod
     def parse(cls, value: Any) -> str:
-        """Return the text, joining multiple parts with line breaks. Raises FieldError if the value is not
-        allowed."""
+        """Return the message's text, joining multiple parts with line breaks. Raises FieldError if the value
+        is not allowed."""
         if isinstance(value, str):
             return value
         if not isinstance(value, list):
@@ -178,7 +178,7 @@ class StopsField(tuple[str, ...]):
 
     @classmethod
     def parse(cls, value: Any) -> tuple[str, ...]:
-        """Return the strings. Raises FieldError if the value is not allowed."""
+        """Return the stop strings. Raises FieldError if the value is not allowed."""
         strings = [value] if isinstance(value, str) else value
         return _strings(strings, "must be a string or a list of strings", "strings", MAX_STOP_STRINGS)
 
@@ -194,7 +194,7 @@ class BadWordsField(tuple[str, ...]):
 
     @classmethod
     def parse(cls, value: Any) -> tuple[str, ...]:
-        """Return the words. Raises FieldError if the value is not allowed."""
+        """Return the bad words. Raises FieldError if the value is not allowed."""
         words = _strings(value, "must be a list of strings", "words", MAX_BAD_WORDS)
         for index, word in enumerate(words):
             if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
@@ -324,7 +324,7 @@ class TemplateVariablesField(dict[str, Any]):
 
     @classmethod
     def parse(cls, value: Any) -> dict[str, Any]:
-        """Return the variables. Raises FieldError if the value is not allowed."""
+        """Return the template variables. Raises FieldError if the value is not allowed."""
         if not isinstance(value, dict):
             raise FieldError(f"must be an object, not {shown(value)}")
         if len(value) > MAX_TEMPLATE_VARIABLES:

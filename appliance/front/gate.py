@@ -24,8 +24,8 @@ _MAX_DEADLINE_MS = 86_400_000
 
 
 class Gate:
-    """ASGI middleware around the whole application. It rejects callers without an identity, except on
-    `open_paths`. Callers have already been identified by `IdentityTable.tenant_of`."""
+    """ASGI middleware around the whole application that rejects callers without an identity, except on
+    `open_paths`. `IdentityTable.tenant_of` has already identified the caller."""
 
     def __init__(self, app: ASGIApp, state: AppState, open_paths: frozenset[str]) -> None:
         self._app = app

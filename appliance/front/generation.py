@@ -43,11 +43,10 @@ CLIENT_DISCONNECTED = 499
 
 
 class Generation:
-    """A request that is waiting for admission or running.
-
-    It responds to messages from the core, outputs from the replica, and a client disconnect. `ended` is set
-    once the request has finished: either every sample has a `finish_reason`, or `failure` holds an error, or
-    `left` is set because the client disconnected. The response calls `settle` after writing the answer.
+    """Runs one request: responds to messages from the core, outputs from the replica, and a client
+    disconnect. `ended` is set once the request has finished: either every sample has a `finish_reason`, or
+    `failure` holds an error, or `left` is set because the client disconnected. The response calls `settle`
+    after writing the answer.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -71,9 +70,9 @@ class Generation:
         self.on_end: Callable[[], None] | None = None
         self.on_fallback: Callable[[], None] | None = None
         """Called after the request has moved to its fallback model and its `task` and `samples` have been
-        replaced. This happens only before the first output."""
+        replaced, which can happen only before the first output."""
         self.headers: dict[str, str] = {}
-        """The caller's rate limit response headers."""
+        """Response headers that describe the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
         """Total number of tokens in all prompts."""
         self.completion_tokens = 0
@@ -376,8 +375,8 @@ class Generation:
         gaps = self._generated_tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # The samples run in parallel: during one engine step, every sample waits for its next token. The
-            # time therefore counts once per sample.
+            # Count the elapsed time once per sample: the samples run in parallel, so in each engine step,
+            # every sample waits for its next token.
             itl_ms = (self.last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(

@@ -36,7 +36,7 @@ class RequestCopy:
 
     unit: str
     prepare: Callable[[LoadedModel, RequestContext], Awaitable[GenerationTask]]
-    """Prepares the request for that model or version. Raises `ApiError` if it cannot answer the request."""
+    """Prepares the copy. Raises `ApiError` if the model or version cannot answer the request."""
 
 
 @dataclass(slots=True)
@@ -73,9 +73,9 @@ class GenerationTask:
     """Whether to include token counts in every chunk of a stream."""
     asked_class: str = ""
     keep_alive_s: float | None = None
-    """Sent to the core as `Admit.keep_alive_s`."""
+    """How long the model stays loaded after the request, in seconds (`Admit.keep_alive_s`)."""
     may_lower: bool = False
-    """Sent to the core as `Admit.may_lower`."""
+    """Whether the core may lower the token limit of the answer (`Admit.may_lower`)."""
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
     """Prepares the request for the fallback model if `model` cannot answer it. Raises `ApiError` if the
     fallback model cannot answer it either."""
@@ -83,7 +83,7 @@ class GenerationTask:
     """How to copy the finished request to a second model or version, or None if the request was not selected
     for shadow traffic."""
     shadow_of: str = ""
-    """Sent to the core as `Admit.shadow_of`."""
+    """If this request is a copy, the original request's tenant (`Admit.shadow_of`)."""
     asked: list[Text] = field(default_factory=list)
     """The prompts as sent by the client, if the log policy keeps them."""
 

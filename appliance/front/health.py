@@ -26,7 +26,7 @@ _MODEL = {"name": "model", "in": "query", "required": False, "schema": {"type": 
 
 
 def health_routes(state: AppState) -> list[ScopedRoute]:
-    """Return the health routes."""
+    """Return the routes of the health checks."""
     health = _Health(state)
     live = Operation(
         "Report that this server process is running", HealthDocument, tags=("health",), security=()

@@ -97,7 +97,7 @@ async def answer(
 
 
 class _FirstResponse(GenerationResponse):
-    """The response to the first request with an idempotency key. It is also stored in the `KeyedRun`, for
+    """The response to the first request with an idempotency key, which the `KeyedRun` also stores for
     retries."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask, run: KeyedRun) -> None:

@@ -44,7 +44,7 @@ A pause of 0 would be too short."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
-"""A text, a conversation, or a list of token ids."""
+"""A prompt or answer to store: a text, a conversation, or a list of token ids."""
 
 
 class Transcript(NamedTuple):
@@ -170,12 +170,12 @@ def _plain(text: Text) -> str:
 
 
 class _Clean:
-    """The redacted beginning of a text, slightly longer than the stored part."""
+    """Redacts a text or conversation, keeping slightly more of its beginning than will be stored."""
 
     def __init__(self, redactor: Redactor, space: int) -> None:
         self.secrets = 0
         self.cut = False
-        """Whether only the beginning of the text was kept, because the text was too long."""
+        """Whether the text or conversation was too long, so that only its beginning was kept."""
         self._redactor = redactor
         self._space = space
 

@@ -18,15 +18,15 @@ ends the answer at the actual context length."""
 
 
 class LengthLimit(NamedTuple):
-    """The context length that applies to a request: the maximum number of prompt and output tokens
-    combined."""
+    """The context length limit of a request: the maximum number of prompt and output tokens combined."""
 
     owner: str
     """The limit's owner in the possessive, for error messages: "this model's" or, for a tenant's limit, the
     tenant's name with "'s"."""
     tokens: int
-    """The limit, or 0 if unknown. If it is unknown because the model cannot be loaded, the core refuses the
-    request and states the cause. Otherwise, the engine applies the limit when the request runs."""
+    """The maximum number of tokens, or 0 if unknown. If the limit is unknown because the model cannot be
+    loaded, the core refuses the request and states the cause. Otherwise, the engine enforces the limit when
+    the request runs."""
     answer_tokens: int = 1
     """Minimum number of tokens that must be left for the answer."""
 
@@ -51,7 +51,7 @@ class AnswerLimit(NamedTuple):
     """The maximum number of tokens in an answer."""
 
     requested: int | None
-    """The limit set by the request, or None if it sets none."""
+    """The request's own limit, or None if the request sets none."""
     default: int | None
     """The default limit for requests that set none. If None, only the context length limits the answer."""
     field: str
@@ -67,7 +67,8 @@ def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1)
 
 
 def answer_limit(identity: Identity, requested: int | None, default: int | None, field: str) -> AnswerLimit:
-    """Return the answer's limit. If the request sets -1, only the context length limits the answer."""
+    """Return the token limit of an answer. If the request sets -1, only the context length limits the
+    answer."""
     if requested == -1:
         return AnswerLimit(None, None, field)
     return AnswerLimit(requested, identity.default_max_tokens or default, field)

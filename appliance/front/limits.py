@@ -7,8 +7,8 @@ from appliance.quantities import duration
 
 
 def rate_limit_headers(limits: RateLimits | None) -> dict[str, str]:
-    """Return the `x-ratelimit-*` response headers. They describe the request and token limits closest to
-    exhaustion."""
+    """Return the `x-ratelimit-*` response headers, which describe the request limit and the token limit
+    closest to exhaustion."""
     if limits is None:
         return {}
     kinds = {

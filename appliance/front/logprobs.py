@@ -60,7 +60,7 @@ class _Columns:
         self._offsets: list[int] = []
 
     def add(self, token_id: int, logprob: TokenLogprob | None, offset: int) -> None:
-        """Add a token. `logprob` is None for the first token of a prompt."""
+        """Add a token's entry to each list. `logprob` is None for the first token of a prompt."""
         text = self._tokenizer.token_text(token_id)
         self._tokens.append(text)
         self._offsets.append(offset)
@@ -79,7 +79,7 @@ class _Columns:
         self._top.append(top)
 
     def add_entries(self, entries: Sequence[LogprobEntry]) -> None:
-        """Add generated tokens to the lists."""
+        """Add the entries of generated tokens to the lists."""
         for entry in entries:
             self.add(entry.logprob.token_id, entry.logprob, entry.offset)
 
@@ -103,7 +103,7 @@ class PromptLogprobs:
         return self._position == len(self._prompt.token_ids)
 
     def move(self, columns: _Columns, count: int) -> None:
-        """Add the prompt's next `count` tokens to the lists."""
+        """Add the log probabilities of the prompt's next `count` tokens to `columns`."""
         known = self._prompt.logprobs or []
         for token_id in self._prompt.token_ids[self._position : self._position + count]:
             logprob = known[self._position] if self._position < len(known) else None

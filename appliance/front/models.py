@@ -42,8 +42,8 @@ class LoadedModel:
 
 async def load_model(served: ServedModel) -> LoadedModel:
     """Read the tokenizer and chat template. This takes about two seconds for a vocabulary of 128 k tokens.
-    Raises TokenizerFilesError. If a file has unexpected contents, any other exception can be raised, even a
-    Rust panic (a BaseException)."""
+    Raises TokenizerFilesError if a file is missing or invalid. Unexpected contents can also cause any other
+    exception, even a Rust panic (a BaseException)."""
     tokenizer, template = await asyncio.to_thread(_read_model, served)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
@@ -87,12 +87,12 @@ class Catalog:
         self._routes: dict[str, Route] | None = None
         self._served: list[ServedModel] = []
         self._changed = asyncio.Event()
-        """Set when the names change, and then replaced by a new event."""
+        """An event that is set when the names change and is then replaced by a new event."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
         """For each name whose model is not loaded: the number of requests waiting for it."""
         self.max_held, self.hold_timeout_s = 0, 0.0
-        """Limits on requests waiting for models to be loaded."""
+        """Limits on the number of requests waiting for models to be loaded, and on their waiting time."""
 
     @property
     def problem(self) -> str:
@@ -211,7 +211,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def _holding(self, name: str) -> Iterator[None]:
-        """While the context is active, count a request as waiting for the name."""
+        """Count a request as waiting for the name while the `with` block runs."""
         self._held[name] += 1
         try:
             if self._held[name] == 1:
@@ -285,8 +285,8 @@ class Catalog:
         return route.fallback if may and route is not None and allows(identity, route.fallback) else ""
 
     def describe(self, name: str, identity: Identity, caller: str) -> Route:
-        """Return a name's description for `GET /v1/models/NAME`. This never causes a model to be loaded.
-        Raises the same errors as `get`."""
+        """Return a name's description for `GET /v1/models/NAME`, without causing a model to be loaded. Raises
+        the same errors as `get`."""
         route = self.route_of(name)
         if allows(identity, name) and route is not None and route.on_demand and not route.problem:
             return route

@@ -44,7 +44,7 @@ async def named_model(state: AppState, context: RequestContext, body: Generation
 
 
 def count_prompt_tokens(context: RequestContext, tokens: int) -> None:
-    """Record the total token count of the encoded prompts."""
+    """Record the total token count of a request's encoded prompts."""
     context.prompt_tokens = context.encoded_tokens = tokens
     context.work_tokens = max(context.work_tokens, tokens)
 

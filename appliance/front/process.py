@@ -252,7 +252,7 @@ class FrontProcess:
 
 
 def _core_exited() -> None:
-    """Exit immediately, because the core has exited. This closes client connections."""
+    """Exit immediately because the core has exited, which closes all client connections."""
     os._exit(0)
 
 

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from appliance.front.respond import GenerationResponse
 
 _NOT_REPEATED = (b"x-ratelimit-", b"content-length")
-"""Prefixes of headers that are not stored, because they do not apply to a retry or are generated anew for
-each retry."""
+"""Prefixes of headers that are not stored, because they describe only the first response or are generated
+anew for each retry."""
 _RUN_BYTES = 1024
 """Memory, in bytes, used by a run in addition to its answer."""
 
 
 class KeyedRun:
-    """One run of a request with an `Idempotency-Key`. It stores the response for retries. A finished run must
-    not refer to connections or prompts, because `held_bytes` does not count their memory."""
+    """One run of a request with an `Idempotency-Key`, including the response stored for retries. A finished
+    run must not refer to connections or prompts, because `held_bytes` does not count their memory."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
         """`fingerprint` is a hash of the request's body."""
@@ -155,7 +155,7 @@ class Retries:
         self.runs: dict[bytes, KeyedRun] = {}
         self._to_core = to_core
         self._claims: dict[str, asyncio.Future[Claimed]] = {}
-        """The core's replies to claims, by request id."""
+        """Futures that receive the core's replies to claims, by request id."""
 
     async def claim(self, claim: Claim) -> Claimed:
         """Ask the core whether this front may run the request."""

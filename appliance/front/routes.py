@@ -108,7 +108,7 @@ def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[
 
 
 class _Api:
-    """The endpoints. The gate has already authenticated the callers."""
+    """The API's endpoints. The gate authenticates callers before any endpoint is called."""
 
     def __init__(self, state: AppState) -> None:
         self._state = state
@@ -130,7 +130,7 @@ class _Api:
         return await self._generate(request, ChatRequest, chat_task)
 
     async def completions(self, request: Request) -> Response:
-        """Continue prompts."""
+        """Generate continuations of one or more prompts."""
         return await self._generate(request, CompletionRequest, completion_task)
 
     async def deployment_chat_completions(self, request: Request) -> Response:
@@ -138,7 +138,7 @@ class _Api:
         return await self._generate(request, DeploymentChatRequest, chat_task)
 
     async def deployment_completions(self, request: Request) -> Response:
-        """Continue prompts, using the model named in the path."""
+        """Generate continuations of prompts, using the model named in the path."""
         return await self._generate(request, DeploymentCompletionRequest, completion_task)
 
     async def tokenize(self, request: Request) -> Response:

@@ -91,14 +91,14 @@ async def sampling_params(
 
 
 def _first(requested: float | None, default: float | None, otherwise: float) -> float:
-    """Return the request's value if set, else the model's default if there is one, else `otherwise`."""
+    """Return a sampling parameter: the requested value if set, else the model's default, else `otherwise`."""
     if requested is not None:
         return requested
     return otherwise if default is None else default
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """Return the ids. Raises a 400 if an id is not in the model's vocabulary. If the vocabulary size is
+    """Return the token ids. Raises a 400 if an id is not in the model's vocabulary. If the vocabulary size is
     unknown, all ids are accepted."""
     most = model.served.vocab_size - 1
     if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
@@ -109,7 +109,7 @@ def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> lis
 
 
 def bit_map(token_ids: list[int]) -> bytes:
-    """Return a bitmap of the (non-negative) ids, in the format of `SamplingParams.allowed_tokens`."""
+    """Return a bitmap of the (non-negative) token ids, in the format of `SamplingParams.allowed_tokens`."""
     if not token_ids:
         return b""
     # A loop in Python would take 30 ms for the largest vocabularies, but int() with base 2 takes linear time.

@@ -37,10 +37,10 @@ class NoConnection:
     on_disconnect: Callable[[], None] | None = None
 
     def release(self) -> None:
-        """Do nothing."""
+        """Do nothing, because there is no connection to release."""
 
     def cut_off(self) -> None:
-        """Do nothing."""
+        """Do nothing, because there is no connection to close."""
 
 
 class ShadowTraffic:

@@ -72,7 +72,7 @@ async def chat_tokens(
     """Return the prompt for a conversation. The prompt's control tokens come only from the chat template, not
     from messages.
 
-    If `add_generation_prompt` is None, the chat template's default applies. If `continue_final_message` is
+    If `add_generation_prompt` is None, the chat template's default is used. If `continue_final_message` is
     set, the prompt ends with the text of the last message. If `limit` is None, the prompt may have at most
     `MAX_TOKENS_SHOWN` tokens. Raises `ApiError` if the conversation cannot be encoded.
     """

@@ -15,7 +15,7 @@ _SLICE_TOKENS = 16_384
 
 
 async def tokenized(model: LoadedModel, tokens: list[int], with_texts: bool) -> Response:
-    """Return the tokens and, if requested, each token's text."""
+    """Return the /tokenize response: the token ids and, if requested, each token's text."""
     ids = await in_turns(_json_list(tokens, list))
     texts = b"null"
     if with_texts:

@@ -43,7 +43,7 @@ class Claims:
         return self._owners.get(scope, ("", ""))[0]
 
     def lose_front(self, front: str) -> int:
-        """Remove the claims of a front that has exited, and return how many there were."""
+        """Remove the claims of a front that has exited and return their number."""
         removed = [scope for scope in self._owners if self.owner(scope) == front]
         for scope in removed:
             self.release(Release(scope))

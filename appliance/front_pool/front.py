@@ -214,7 +214,7 @@ class Front:
         return untaken
 
     def begin_stop(self, grace_s: float) -> None:
-        """Let the front process finish the answers in progress and exit. It is not restarted."""
+        """Let the front process finish the answers in progress and exit. The process is not restarted."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()

@@ -72,8 +72,8 @@ class FrontChild:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it exits within half a second. It is probably exiting already, and an exit
-        status of its own would say more about the cause than SIGKILL."""
+        """Kill the process unless it exits within half a second. The process is probably exiting already, and
+        its exit status would say more about the cause than SIGKILL."""
         asyncio.get_running_loop().call_later(_DYING_S, self.kill, reason)
 
     def _exited(self) -> None:

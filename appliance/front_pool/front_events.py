@@ -22,8 +22,8 @@ class FrontEvents(Protocol):
         again, or has room for more."""
 
     def front_returns(self, front: Front, connection: Untaken) -> None:
-        """Give a connection to a different front, because this front could not receive it. This front accepts
-        no connections until its next report."""
+        """Give a connection to a different front, because `front` could not receive the connection. `front`
+        accepts no connections until its next report."""
 
     def name_wanted(self, name: str) -> None:
         """Called whenever a front reports that requests are waiting for the model `name` to be loaded or
@@ -37,8 +37,8 @@ class FrontEvents(Protocol):
         `HandOver`)."""
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        """Store the prompts and answers in the memory file with this descriptor, which the front has sent.
-        The caller then closes the descriptor."""
+        """Read the prompts and answers in a memory file from the front and store them. The caller then closes
+        the file's descriptor."""
 
     def front_progress(self, front: Front, message: FrontProgress) -> None:
         """Called with the front's reply to `AskProgress`."""

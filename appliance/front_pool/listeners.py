@@ -87,7 +87,7 @@ class Listener:
             self.update()
 
     def close(self) -> None:
-        """Stop listening, and remove the socket file if the service created it."""
+        """Stop listening and remove the socket file if the service created it."""
         if self._closed:
             return
         self._closed = True

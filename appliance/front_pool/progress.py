@@ -14,7 +14,8 @@ from appliance.channel.front_messages import FrontProgress, RequestProgress
 from appliance.front_pool.front import Front
 
 _WAIT_S = 0.25
-"""Maximum time, in seconds, to wait for replies. If a front takes longer, its previous reply is reused."""
+"""Maximum time, in seconds, to wait for fronts to report progress. If a front takes longer, its previous
+report is reused."""
 
 
 class ProgressReader:
@@ -24,7 +25,7 @@ class ProgressReader:
         self._fronts = fronts
         self._numbers = itertools.count(1)
         self._latest: dict[str, list[RequestProgress]] = {}
-        """Each front process's latest reply."""
+        """Each front process's latest report of its requests' progress."""
         self._waiting_for: set[str] = set()
         self._number = 0
         self._complete = asyncio.Event()
@@ -50,13 +51,13 @@ class ProgressReader:
                 await asyncio.wait_for(self._complete.wait(), _WAIT_S)
 
     def take(self, front: str, message: FrontProgress) -> None:
-        """Store a front's reply. A late reply to an earlier query is stored as well."""
+        """Store a front's reply to a progress query, even if the query is not the latest one."""
         self._latest[front] = message.requests
         if message.number == self._number:
             self._replied(front)
 
     def lose_front(self, front: str) -> None:
-        """Discard the latest reply of a front process that has exited."""
+        """Discard the progress reported by a front process that has exited."""
         self._latest.pop(front, None)
         self._replied(front)
 

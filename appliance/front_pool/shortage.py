@@ -14,7 +14,8 @@ NoteProblem = Callable[[str, str], None]
 
 
 class ShortageReport:
-    """Reports shortages at one place in the service. A lasting shortage is reported only once."""
+    """Reports that one part of the service has run out of descriptors or memory. A lasting shortage is
+    reported only once."""
 
     def __init__(self, location: str, note: NoteProblem) -> None:
         self._location = location

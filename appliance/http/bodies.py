@@ -18,7 +18,7 @@ _EMPTY_LINE = b"\r\n\r\n"
 
 
 class Body(Protocol):
-    """A body that is being received."""
+    """A request body that is being received."""
 
     complete: bool
 
@@ -29,7 +29,7 @@ class Body(Protocol):
 
 
 class SizedBody:
-    """A body with a known length."""
+    """A request body with a known length."""
 
     def __init__(self, length: int) -> None:
         self._left = length

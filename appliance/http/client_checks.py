@@ -45,7 +45,7 @@ class HalfClosedCheck:
         self._timer.start(_POLL_S, partial(self.start, may_probe, waited_s + _POLL_S))
 
     def stop(self) -> None:
-        """Stop checking."""
+        """Stop checking whether the client has disconnected."""
         self._timer.stop()
 
     def _peer_has_closed(self) -> bool:

@@ -36,7 +36,8 @@ def whole_response(error: RequestError) -> bytes:
 
 
 class Exchange:
-    """A request in progress. It gets body bytes from the connection and writes the response."""
+    """Handles one request: receives body bytes from the connection, calls the application and writes the
+    response."""
 
     def __init__(self, connection: Connection, head: RequestHead, state: dict[str, Any]) -> None:
         self.head = head
@@ -63,7 +64,7 @@ class Exchange:
     # ── called by `Connection` ──
 
     def receive_body(self, content: bytes, last: bool) -> None:
-        """Append part of the body."""
+        """Append a part of the request body."""
         if content:
             self._content.append(content)
         self.request_complete = last

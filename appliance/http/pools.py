@@ -31,7 +31,7 @@ class Pool:
         """Each connection's tenant, or "" while it has none."""
         self._by_tenant: Counter[str] = Counter()
         self._waiting: dict[Occupant, str] = {}
-        """Each waiting connection's source."""
+        """The source (origin) of each waiting connection."""
         self._waiting_by_source: Counter[str] = Counter()
         self._sources: dict[Occupant, str] = {}
 
@@ -51,8 +51,8 @@ class Pool:
     def add(self, connection: Occupant, tenant: str = "", source: str = "") -> bool:
         """Add the connection to the pool. If the pool is full, close a waiting connection first. Return False
         if the pool, or the tenant's share of it, is full of connections with requests in progress. `source`
-        identifies the connection's origin. If it is empty for all connections, the longest-waiting one is
-        closed.
+        identifies the connection's origin. If all connections have an empty source, the longest-waiting
+        connection is closed.
         """
         if not self._make_space_of(tenant) or not self.make_space(1):
             return False

@@ -18,7 +18,7 @@ class HeadHolder(Protocol):
 
     @property
     def owner(self) -> tuple[bool, str]:
-        """Whether the client is authenticated, and its tenant."""
+        """Whether the client is authenticated, and the client's tenant."""
         ...
 
     def give_up_request(self) -> None:

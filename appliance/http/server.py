@@ -31,8 +31,8 @@ class HttpServer:
     known clients and one for all others. A client is known if `known` returns True for its peer, or if one of
     the connection's requests had a valid key. The pool for unknown clients is small, has short time limits,
     and never takes room away from the pool for known clients. `tenant_of` returns a request's tenant, based
-    on its headers and state, or an empty string if it has no valid identity. The function may add entries to
-    the state. Tenants take turns (`Turns`).
+    on its headers and state, or an empty string if it has no valid identity. `tenant_of` may add entries to
+    the request's state. Tenants take turns (`Turns`).
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """The current limits. If they are replaced, existing connections adopt the new ones at their next
-        request."""
+        """The current limits on connections and requests. If the limits are replaced, existing connections
+        adopt the new ones at their next request."""
         return self._limits
 
     @limits.setter
@@ -90,7 +90,8 @@ class HttpServer:
         return len(self._connections)
 
     def make_space(self) -> None:
-        """Close waiting connections until the limits are met, for example after they have been lowered."""
+        """Close waiting connections until both pools are within their limits, for example after a limit has
+        been lowered."""
         self.known_pool.make_space()
         self.unknown_pool.make_space()
 

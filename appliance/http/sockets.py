@@ -51,7 +51,7 @@ def bind_tcp(
     host: str, port: int, *, setting: str = "listen", beside: Iterable[socket.socket] = ()
 ) -> socket.socket:
     """Return a listening TCP socket. Its address may overlap the addresses of the sockets in `beside`. Raises
-    a ListenError that names the setting."""
+    a ListenError, which names the setting, if the socket cannot be created."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -75,7 +75,7 @@ def bind_tcp(
 
 @contextlib.contextmanager
 def _reusing_port(*sockets: socket.socket) -> Iterator[None]:
-    """While the context is active, allow other sockets to be bound to overlapping addresses."""
+    """Allow other sockets to be bound to overlapping addresses while the `with` block runs."""
     if len(sockets) < 2:
         yield
         return
