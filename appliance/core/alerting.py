@@ -27,7 +27,7 @@ class Alerting:
         self.manager = AlertManager(rules, AlertLog(history), self._receivers)
 
     def start(self) -> None:
-        """Restore the previous run's alerts and start the receivers."""
+        """Restore the previous run's alerts and start sending alerts to the receivers."""
         reader = AlertReader(self._history.path)
         try:
             self.manager.restore(reader.open(), reader.silences(time.time()))
@@ -41,5 +41,5 @@ class Alerting:
         self._receivers.sinks = settings.alerts.sinks
 
     def stop(self) -> None:
-        """Stop the receivers."""
+        """Stop sending alerts to the receivers."""
         self._receivers.stop()

@@ -197,7 +197,8 @@ class Drains:
 
     def begin(self, model: str | None, *, grace_s: float, hold: bool) -> Drain:
         """Begin an operator's drain. If the model or service is already draining, the new drain replaces the
-        existing one, so that an operator can change the grace period. Raises DrainError."""
+        existing one, so that an operator can change the grace period. Raises DrainError if the service is
+        stopping or has no such model."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}, so no drain can be started")
         if model is not None and model not in (names := self._models()):
@@ -218,8 +219,8 @@ class Drains:
         return drain
 
     def resume(self, model: str | None) -> Drain:
-        """Cancel or end an operator's drain, and resume accepting requests. Held requests are queued before
-        new ones. Raises DrainError."""
+        """Cancel or end an operator's drain and resume accepting requests. Held requests are queued before
+        new ones. Raises DrainError if the service is stopping or the drain does not exist."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}, so it cannot be resumed")
         drain = self._active.get(model)

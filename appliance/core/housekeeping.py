@@ -33,7 +33,7 @@ tenth of the database writer's time."""
 
 
 class Housekeeper:
-    """Performs the periodic work from `start` to `stop`."""
+    """Performs the core's periodic work, such as removing old rows, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Housekeeper:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Start the periodic work."""
+        """Start the tasks that perform the periodic work."""
         for every_s, work in (
             (_RETRY_EVERY_S, self._retry_audit),
             (_HEAD_EVERY_S, self._record_head),
@@ -65,7 +65,7 @@ class Housekeeper:
             self._tasks.add(asyncio.get_running_loop().create_task(_repeat(every_s, work)))
 
     async def stop(self) -> None:
-        """Stop the periodic work."""
+        """Stop the tasks that perform the periodic work."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -48,7 +48,7 @@ class Notifier:
         self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=EXTENSION_US)
 
     def close(self) -> None:
-        """Stop reporting."""
+        """Stop reporting to the service manager."""
         if self._timer is not None:
             self._timer.cancel()
 

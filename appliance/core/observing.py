@@ -41,7 +41,7 @@ class ObservingParts:
         alerts: AlertManager,
         held: contextlib.AsyncExitStack,
     ) -> None:
-        """The `held` exit stack closes everything opened here."""
+        """The `held` exit stack closes everything that the constructor opens."""
         control = state.control
         lines = LogLines()
         lines.attach()

@@ -37,18 +37,18 @@ class LevelKeeper:
         self._quotas.restore(state, time.time())
 
     def start(self) -> None:
-        """Save the levels now, and then every few seconds."""
+        """Save the quota levels now, and again every few seconds."""
         self._timer = asyncio.get_running_loop().call_later(_SAVE_EVERY_S, self.start)
         self.save()
 
     def save(self) -> None:
-        """Save the levels changed since the last save."""
+        """Save the quota levels that have changed since the last save."""
         levels, deleted = self._quotas.news(time.time())
         if (levels or deleted) and not self._log.save(levels, deleted):
             self._quotas.remember(deleted)
 
     def close(self) -> None:
-        """Save the levels one last time. Call this after the last request has finished."""
+        """Save the quota levels one last time. Call this after the last request has finished."""
         if self._timer is not None:
             self._timer.cancel()
         self.save()

@@ -60,7 +60,7 @@ class Recorder:
         self._wake_readers()
 
     async def sample(self) -> None:
-        """Take a sample."""
+        """Sample the service now and record the sample."""
         snapshot = await self._read()
         sample = self._splitter.split(snapshot.at, sampled_tree(snapshot))
         if not self._telemetry.record(sample, self._details.encode(snapshot, self._blocks())):
@@ -109,8 +109,8 @@ class Recorder:
 
 
 def sampled_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """Return, as JSON values, the part of a snapshot that is recorded as measurements. Requests, alerts,
-    stalls and KV blocks are recorded as details."""
+    """Return the measurements in a snapshot as JSON values. Requests, alerts, stalls and KV blocks are left
+    out, because they are recorded separately."""
     sampled = msgspec.structs.replace(
         snapshot,
         requests=[],

@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 
 
 ReloadHook = Callable[[Settings], None]
-"""A function that applies a changed setting to the running service. It must not fail."""
+"""A function that applies a changed setting to the running service and must not fail."""
 
 
 class ConfiguredListener(Protocol):
     """A listener on an address from the settings."""
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the address in `settings` unless the service is already listening on it. Raises
-        ListenError."""
+        """Open the address in `settings` unless the service is already listening on it. Raises ListenError if
+        the address cannot be opened."""
 
     def change(self, settings: Settings, opened: socket.socket | None) -> None:
         """Switch to the address opened by `prepare`. Must not fail."""

@@ -22,7 +22,7 @@ class RequestRecords:
     """The components that record requests."""
 
     def __init__(self, settings: LiveSettings, state: State, held: contextlib.AsyncExitStack) -> None:
-        """The `held` exit stack closes everything opened here."""
+        """The `held` exit stack closes everything that the constructor opens."""
         control = state.control
         self.identities = IdentityRegistry(lambda: control.policies, settings.current.unix)
         self.quotas = Quotas(time.monotonic)

@@ -58,8 +58,9 @@ class Service:
         checks: ModelChecks,
         broken: Mapping[str, str],
     ) -> None:
-        """The `held` exit stack closes everything opened here. `broken` maps each model with faulty files to
-        a description of the problem. Raises SettingsError, ListenError or StoreError."""
+        """The `held` exit stack closes everything that the constructor opens. `broken` maps each model with
+        faulty files to a description of the problem. Raises SettingsError, ListenError or StoreError if a
+        component cannot be created."""
         self.settings = LiveSettings(loaded.settings)
         self._state, self._started_at, self._clock = state, time.time(), ClockGuard()
         self._problems = _problems_at_start(loaded, state)
@@ -233,7 +234,7 @@ class Service:
         )
 
     async def answer_operators(self) -> None:
-        """Open `admin.sock`. Raises ListenError."""
+        """Open `admin.sock` for operators. Raises ListenError if the socket cannot be opened."""
         await self.admin.start(self.backend, self.authenticator)
 
     def start(self) -> None:

@@ -28,9 +28,9 @@ class State(NamedTuple):
     """All of a service's databases."""
 
     control: ControlStore
-    """Tenants, keys, mapped users and the audit chain."""
+    """Stores tenants, keys, mapped users and the audit chain."""
     registry: ModelRegistry
-    """Models, versions and aliases."""
+    """Stores the registered models, their versions and aliases."""
     history: Writer
     """Writes to `history.db`, which contains the request log and the quota levels."""
     contents: Writer
@@ -48,9 +48,10 @@ class State(NamedTuple):
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
     """Open the state in the directories named by the settings and lock the directories for this service.
-    Request log rows left open by an earlier run are closed. Raises RunDirError or StoreError. A migration, a
-    recovery or a slow disk can delay startup for a long time, so the service manager is told to keep waiting,
-    and the service's status shows which database is being opened.
+    Request log rows left open by an earlier run are closed. Raises RunDirError or StoreError if a directory
+    or database cannot be opened. A migration, a recovery or a slow disk can delay startup for a long time, so
+    the service manager is told to keep waiting, and the service's status shows which database is being
+    opened.
     """
     held = contextlib.ExitStack()
     state = await manager.wait_for(lambda: held.enter_context(_opened(settings, manager)))

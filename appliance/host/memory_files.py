@@ -7,8 +7,8 @@ import os
 
 
 def new_memory(name: str, data: bytes) -> int:
-    """Create a memory file that contains the given bytes, and return its descriptor, which the caller must
-    close. `name` is shown only in /proc. Raises OSError."""
+    """Create a memory file that contains the given bytes and return its descriptor, which the caller must
+    close. `name` is shown only in /proc. Raises OSError if the file cannot be created."""
     descriptor = os.memfd_create(name)
     try:
         view = memoryview(data)

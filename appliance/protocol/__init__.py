@@ -41,20 +41,20 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a replica that is loading its model."""
 
     stage: str
-    """The current stage: start, read, convert, build or warm up."""
+    """The current loading stage: start, read, convert, build or warm up."""
     detail: str = ""
-    """What the stage is currently processing, such as a file name."""
+    """What the loading stage is currently processing, such as a file name."""
     done: int = 0
     total: int = 0
-    """Total amount of work; 0 if unknown."""
+    """Total amount of work in the loading stage; 0 if unknown."""
     unit: str = ""
     """Unit of `done` and `total`: bytes, layers, graphs or passes."""
     elapsed_s: float = 0.0
-    """Time in seconds since the stage began."""
+    """Time in seconds since the loading stage began."""
     rate_per_s: float = 0.0
-    """Speed in units per second; 0 if not known yet."""
+    """Loading speed, in units of work per second; 0 if not known yet."""
     left_s: float | None = None
-    """Estimated time in seconds until the stage ends, or None if unknown."""
+    """Estimated time in seconds until the loading stage ends, or None if unknown."""
 
 
 class Degradation(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +76,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     load: LoadStatus | None = None
     """Progress of loading the model, or None if the replica is not loading."""
     pids: list[int] = msgspec.field(default_factory=list)
-    """Process ids, one per rank."""
+    """Ids of the replica's processes, one per rank."""
     devices: list[str] = msgspec.field(default_factory=list)
-    """Devices, one per rank."""
+    """Devices that the replica uses, one per rank."""
     backend: str = ""
     dtype: ModelDType | Literal[""] = ""
     """Data type used for computation."""
@@ -171,7 +171,7 @@ class ScalingStatus(msgspec.Struct, kw_only=True):
     refusal: str = ""
     """Why no replica can be added now."""
     changes: list[ScalingChange] = []
-    """The latest changes, newest first."""
+    """The latest changes in the number of replicas, newest first."""
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
@@ -180,12 +180,12 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     name: str
     folder: str
     version: str
-    """Fingerprint of the folder's files."""
+    """Fingerprint of the files in the model's folder."""
     created: int
     """When the model's files were created, in unix seconds."""
     state: ModelState
     detail: str = ""
-    """Explanation of the state. For a failed model, the reason for the failure."""
+    """Explanation of the model's state or, for a failed model, the reason for the failure."""
     max_model_len: int = 0
     queued: int = 0
     drain_eta_s: float | None = None
@@ -333,7 +333,7 @@ class Tenant(TenantRecord, frozen=True, kw_only=True):
     usage: list[LimitUsage] = msgspec.field(default_factory=list)
     """The tenant's current usage of its limits."""
     keys: int
-    """Number of valid keys."""
+    """Number of the tenant's valid keys."""
     peers: int
     """Number of users and groups mapped to the tenant."""
 

@@ -21,7 +21,7 @@ class AddedVersion(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PrunedVersion(msgspec.Struct, kw_only=True):
-    """An unused version."""
+    """A model version that is not used and can be removed."""
 
     name: str
     version: int
@@ -93,7 +93,7 @@ class ShadowStatus(msgspec.Struct, kw_only=True):
     name: str
     target: str
     share: float
-    """Fraction of requests that are copied."""
+    """Fraction of the requests that are copied."""
     compared: int = 0
     dropped: int = 0
     """Number of copies not made because the target could not start them immediately."""
@@ -114,7 +114,7 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
 
     name: str
     state: VersionState
-    """State of the default version."""
+    """State of the model's default version."""
     default: int
     """The version that answers requests for the model's name."""
     previous: int | None = None

@@ -15,7 +15,7 @@ FrontState = Literal["starting", "ready", "silent", "restarting", "stopping", "s
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
-    """One front process."""
+    """The status of one front process."""
 
     name: str
     state: FrontState
@@ -68,14 +68,14 @@ class QueueStats(msgspec.Struct, kw_only=True):
 
 
 class QueueStatus(QueueStats, kw_only=True):
-    """The request queue."""
+    """The status of the request queue."""
 
     limit: int
     timeout_s: float
 
 
 class DatabaseStatus(WriterState, frozen=True, kw_only=True):
-    """A database and its writer."""
+    """The status of a database and its writer."""
 
     path: str
     stalled_s: float = 0.0
@@ -93,17 +93,17 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     recorded_rows: int = 0
     """Number of rows proven unchanged by chain heads recorded outside the database."""
     spooled: int = 0
-    """Number of rows not yet accepted by the database. They are added to the chain once the database accepts
-    them."""
+    """Number of audit rows that the database has not yet accepted. They are added to the chain once it
+    accepts them."""
     spooled_since: float | None = None
     """Unix time at which the oldest row not yet accepted by the database was spooled."""
     places: list[str] = []
-    """Files that contain rows not yet accepted by the database."""
+    """Files that contain audit rows not yet accepted by the database."""
     in_memory: int = 0
-    """Number of waiting rows that could not be written to any file. If the service exits, these rows exist
-    only in its log."""
+    """Number of waiting audit rows that could not be written to any file. If the service exits, these rows
+    exist only in its log."""
     dropped: int = 0
-    """Number of rows that could not be added to the chain. They exist only in the service's log."""
+    """Number of audit rows that could not be added to the chain and exist only in the service's log."""
     last_error: str | None = None
     """The current error, or None if there is none."""
 
@@ -116,7 +116,7 @@ SocketState = Literal["accepting", "waiting", "closed"]
 
 
 class SocketStatus(msgspec.Struct, kw_only=True):
-    """A listening socket."""
+    """The status of a listening socket."""
 
     name: SocketName
     address: str
@@ -125,7 +125,7 @@ class SocketStatus(msgspec.Struct, kw_only=True):
 
 
 class Problem(msgspec.Struct, kw_only=True):
-    """A past problem."""
+    """A problem that occurred in the past and may be over."""
 
     at: float
     """When the problem last occurred, in unix seconds."""
@@ -149,7 +149,7 @@ ServiceState = Literal["starting", "ready", "degraded", "draining", "drained"]
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The service's state."""
+    """The status of the whole service."""
 
     version: str
     pid: int

@@ -121,8 +121,8 @@ class WindowDetokenizer:
         self._skip = skip_special_tokens
         self._ids = list(context)
         self._emitted_tokens = len(self._ids)
-        # The emitted part of the window's text. It excludes an incomplete character at the end of the
-        # context, which is emitted once generated tokens complete it.
+        # The emitted part of the window's text, except for an incomplete character at the end of the context:
+        # that character is emitted once generated tokens complete it.
         self._emitted = self._decode(self._ids).rstrip(REPLACEMENT)
 
     def push(self, token_ids: Sequence[int]) -> str:

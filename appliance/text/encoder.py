@@ -92,9 +92,9 @@ class Encoder:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Encode `texts` in steps. Raises `LoneSurrogateError` and `UncuttableTextError`. Raises
-        `TooManyTokensError` as soon as a text has more than `max_tokens` tokens. A text whose size in bytes
-        already implies too many tokens is not encoded at all."""
+        """Encode `texts` in steps. Raises `LoneSurrogateError` or `UncuttableTextError` for a text that
+        cannot be encoded, and `TooManyTokensError` as soon as a text has more than `max_tokens` tokens. A
+        text whose size in bytes already implies too many tokens is not encoded at all."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:

@@ -27,7 +27,7 @@ BURST_S = 2.0
 """How long, in seconds, a previously idle tenant may use a thread without pausing. Long enough for 2 MiB of
 text."""
 NICENESS = 10
-"""The encoding threads' nice value. It gives the event loop's thread priority."""
+"""Nice value that gives the encoding threads a lower priority than the event loop's thread."""
 
 
 class TooMuchWorkError(Exception):
@@ -46,7 +46,7 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Put the item back at the head of its tenant's queue, and let all other tenants go first."""
+        """Put the item back at the head of its tenant's queue and let all other tenants go first."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 
@@ -79,7 +79,7 @@ class TextMemory:
 
     @contextmanager
     def reserved(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes toward the tenant's share while the context is active. Raises `TooMuchWorkError`
+        """Count `size` bytes toward the tenant's share while the `with` block runs. Raises `TooMuchWorkError`
         if the tenant would exceed its share."""
         size += _MIN_BYTES
         used = self._used.get(tenant, 0)
@@ -119,8 +119,8 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether all tenants with work are paused. If so, the next step is scheduled for when the first
-        pause ends."""
+        """Whether all tenants with work are paused. If so, the next step is scheduled for the end of the
+        first pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False

@@ -1,4 +1,4 @@
-"""Reads the chat templates in a model folder. They are compiled by a separate process."""
+"""Reads the chat templates in a model folder, which a separate process then compiles."""
 
 from __future__ import annotations
 

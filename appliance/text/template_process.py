@@ -126,8 +126,8 @@ class TemplateProcess:
         as data, never as template code.
 
         Raises `ChatTemplateError`, with the template's own message, if the template rejects the messages or
-        fails while rendering them, or if there is no template. Also raises `TemplateBoundError`, and, after
-        `MAX_WAIT_S`, `TooMuchWorkError`.
+        fails while rendering them, or if there is no template. Raises `TemplateBoundError` if rendering
+        exceeds a limit, and `TooMuchWorkError` if the conversation has waited for `MAX_WAIT_S` seconds.
         """
         if not self._compile.sources:
             raise ChatTemplateError(

@@ -34,8 +34,8 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Maximum number of open files. It leaves room for Python to import a module, such as an encoding, that a
-template needs."""
+"""Maximum number of open files, large enough for Python to import a module that a template needs, such as an
+encoding."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 

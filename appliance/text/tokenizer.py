@@ -62,7 +62,8 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
         """Read `tokenizer.json` and the files next to it. This takes about 1 s for a vocabulary of 128 k
-        tokens. Raises `TokenizerFilesError`, whose message gives the file and the remedy.
+        tokens. Raises `TokenizerFilesError` if a file is missing or invalid; the message names the file and
+        the remedy.
 
         `tokenizer.json` is used unchanged, including its post-processor. As in transformers, tokens declared
         in `tokenizer_config.json` are added, and are special if that file says so. A special token without an
@@ -95,8 +96,8 @@ class Tokenizer:
 
         With `add_special_tokens`, the model's post-processor adds special tokens, such as the
         beginning-of-text token. Pass False for rendered chats, in which the template has already written that
-        token. Raises `LoneSurrogateError`, and `TooManyTokensError` as soon as a text has more than
-        `max_tokens` tokens.
+        token. Raises `LoneSurrogateError` for a text with a lone surrogate, and `TooManyTokensError` as soon
+        as a text has more than `max_tokens` tokens.
         """
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
 

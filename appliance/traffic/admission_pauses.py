@@ -18,7 +18,7 @@ class AdmissionPause(NamedTuple):
 
 
 class AdmissionPauses:
-    """The current pauses, by model, and the held requests. A pause under the key None applies to every
+    """The current admission pauses, by model, and the held requests. A pause under the key None affects every
     model."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class AdmissionPauses:
         self._by_model.pop(model, None)
 
     def of(self, model: str) -> AdmissionPause | None:
-        """Return the pause that applies to requests for `model`, or None if such requests are admitted."""
+        """Return the pause that affects requests for `model`, or None if such requests are admitted."""
         return self._by_model.get(None) or self._by_model.get(model)
 
     # ── held requests ──

@@ -59,7 +59,7 @@ class Bucket:
         self.rate = rate
         self.level = rate.capacity
         self.held = 0.0
-        """Amount taken by requests whose log rows are still open."""
+        """Amount taken from the bucket by requests whose log rows are still open."""
         self.updated_at = now
         self._peaks = Peaks()
 
@@ -83,8 +83,8 @@ class Bucket:
         self.level = min(self.level, rate.capacity)
 
     def take(self, amount: float) -> int:
-        """Take `amount` for a request, and return the serial number to pass to `settle`. Call `refill`
-        first."""
+        """Take `amount` from the bucket for a request and return the serial number to pass to `settle`. Call
+        `refill` first."""
         number = self._peaks.take(self.level)
         self.level -= amount
         self.held += amount

@@ -28,7 +28,7 @@ share."""
 
 @dataclass(slots=True, eq=False)
 class Ticket(Generic[Item]):
-    """A waiting request."""
+    """A waiting request's entry in the queue."""
 
     item: Item
     tenant: str
@@ -228,7 +228,7 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Remove a waiting request that is about to start, and charge its tenant for the prompt."""
+        """Remove a waiting request that is about to start and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         # If the request is urgent, it may have overtaken the tenant with the lowest counter.
         least = _first(self._orders[0])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from appliance.traffic.credits import CreditAccount
 
 _BUSY_SHARE = 0.95
-"""Fraction of slots that are busy while requests are waiting. It is below 1 because a slot stays free for one
+"""Fraction of slots that are busy while requests are waiting: less than 1, because a slot stays free for one
 or two steps before it is filled."""
 
 

@@ -42,7 +42,7 @@ Send = Callable[[str, Admitted | Refused | Abort | Preempted], None]
 
 
 class RowSink(Protocol):
-    """The request log (`store.requests.RequestLog`)."""
+    """Receives the rows of the request log; implemented by `store.requests.RequestLog`."""
 
     def open(self, row: RequestRow) -> bool: ...
     def end(self, row: RequestRow) -> bool: ...
@@ -83,7 +83,7 @@ class RequestLifecycle:
     # ── waiting ──
 
     def accept(self, request: Request, model: ModelTraffic, *, hold: bool) -> None:
-        """Log a new request, and queue it or hold it until admission resumes."""
+        """Log a new request and queue it, or hold it until admission resumes."""
         if not request.is_logged and not request.is_shadow:
             request.is_logged = True
             self._rows.open(row_of(request, self._unix()))
@@ -103,8 +103,7 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def resume(self, request: Request, model: ModelTraffic) -> None:
-        """Queue a request that has lost its replica. It is served before requests waiting for their first
-        dispatch."""
+        """Queue a request that has lost its replica, ahead of requests waiting for their first dispatch."""
         self._begin_waiting(request)
         model.outstanding.wait(request)
         waiting = model.stranded if request.front in self._state.broken_fronts else model.resumed

@@ -60,13 +60,14 @@ class ModelTraffic:
         self.failure: str | None = None
         self.queue: RequestQueue[Request] = RequestQueue(rules)
         self.resumed: dict[str, Request] = {}
-        """Requests that lost their replica mid-answer. They are served first."""
+        """Requests that lost their replica mid-answer and are therefore served first."""
         self.stranded: dict[str, Request] = {}
-        """Waiting requests from fronts in `TrafficState.broken_fronts`. They are not dispatched."""
+        """Waiting requests that are not dispatched, because their fronts are in
+        `TrafficState.broken_fronts`."""
         self.asked_at: float | None = None
         """When the latest request was accepted; None before the first."""
         self.uses = ModelUses()
-        """Each tenant's use of the model. It determines how long the model stays loaded."""
+        """Each tenant's use of the model, which determines how long the model stays loaded."""
         self.accounts: list[CreditAccount] = []
         self.outstanding = Outstanding()
         self.forecast = Forecast()
@@ -81,7 +82,7 @@ class ModelTraffic:
 
     @property
     def queued(self) -> int:
-        """The number of waiting requests."""
+        """Number of requests waiting for the model."""
         return len(self.queue) + len(self.resumed) + len(self.stranded)
 
     @property
@@ -91,15 +92,15 @@ class ModelTraffic:
 
     @property
     def running(self) -> int:
-        """The number of requests running on the model's replicas."""
+        """Number of requests running on the model's replicas."""
         return len(self._running)
 
     def waiting(self) -> list[Request]:
-        """Return all waiting requests."""
+        """Return all requests waiting for the model."""
         return [*self.resumed.values(), *self.stranded.values(), *self.queue]
 
     def set_rules(self, rules: QueueRules) -> None:
-        """Apply new rules."""
+        """Apply new queue rules."""
         self.rules = self.queue.rules = rules
         self._set_limits()
 
@@ -324,7 +325,8 @@ class ModelTraffic:
         request.charged = service
 
     def learned(self) -> None:
-        """Update the forecast and limits after a replica has reported, started or stopped."""
+        """Update the forecast and the limits for urgent requests after a replica has reported, started or
+        stopped."""
         self._set_limits()
         queue, started = self.queue, self._started
         self.forecast.refresh(
@@ -341,7 +343,7 @@ class ModelTraffic:
             fair.set_urgent(self._max_samples, self._max_step_prompt_tokens)
 
     def tick(self, now: float) -> None:
-        """Update the load and everything derived from it. Call this a few times per second."""
+        """Update the measured load, tenants' charges and load shedding. Call this a few times per second."""
         self._load.tick(now)
         self._charge_output()
         self._expected_ends.postpone(now)

@@ -1,5 +1,5 @@
 """Computes how long an on-demand model stays loaded, based on each tenant's use. A request's `keep_alive`
-applies only to its own tenant, so that no tenant can unload a model that others use.
+affects only its own tenant's use, so that no tenant can unload a model that others use.
 """
 
 from __future__ import annotations

@@ -89,14 +89,14 @@ class OutputLengths:
 
 
 def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
-    """Return the expected length of an answer with the token limit `max_tokens`. It is based on the tenant's
+    """Return the expected length of an answer with the token limit `max_tokens`, based on the tenant's
     answers (`lengths`) if enough of them have finished, otherwise on all tenants' answers (`of_all`)."""
     known = lengths if lengths.known else of_all
     return known.expected(max_tokens) if known.known else min(max_tokens, UNKNOWN_TOKENS)
 
 
 def most_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
-    """Return a length that only a few answers with the token limit `max_tokens` exceed. It is based on the
-    same answers as the result of `expected_tokens`."""
+    """Return a length that only a few answers with the token limit `max_tokens` exceed, based on the same
+    answers as the result of `expected_tokens`."""
     known = lengths if lengths.known else of_all
     return known.likely_most(max_tokens) if known.known else min(max_tokens, _UNKNOWN_MAX_TOKENS)

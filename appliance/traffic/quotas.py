@@ -63,8 +63,8 @@ class Account:
 
 
 class Reservation:
-    """A request's reservation in the request and token quotas of its tenant and key. It is held until the
-    request's log row has been closed."""
+    """A request's reservation in the request and token quotas of its tenant and key, held until the request's
+    log row has been closed."""
 
     __slots__ = ("accounts", "max_tokens", "taken", "tokens")
 
@@ -76,13 +76,13 @@ class Reservation:
         max_tokens: int,
     ) -> None:
         self.accounts = accounts
-        """The accounts that own the buckets from which the amount was taken."""
+        """The accounts whose buckets the reservation was taken from."""
         self.tokens = prompt_tokens + max_tokens
         """Number of tokens reserved or, after `Quotas.settle`, charged."""
         self.max_tokens = max_tokens
         """Maximum number of generated tokens over all samples."""
         self.taken = taken
-        """The buckets from which the amount was taken, each with the serial number returned by
+        """The buckets that the reservation was taken from, each with the serial number returned by
         `Bucket.take`."""
 
 
@@ -214,7 +214,7 @@ class Quotas:
         return reservation
 
     def settle(self, reservation: Reservation, tokens: int) -> None:
-        """Charge a request for `tokens` (prompt and output), and release the rest of its reservation. If
+        """Charge a request for `tokens` (prompt and output) and release the rest of its reservation. If
         `tokens` is 0, the request never ran, so the request limit is not charged either. Call this once per
         reservation."""
         now = self._clock()
@@ -292,8 +292,8 @@ class Quotas:
     # ── restarts ──
 
     def news(self, now: float) -> tuple[list[QuotaLevels], list[Name]]:
-        """Return the data to store at unix time `now`: the levels that changed since the last call, and the
-        names of accounts that no longer exist."""
+        """Return the data to store at unix time `now`: the quota levels that changed since the last call, and
+        the names of accounts that no longer exist."""
         monotonic = self._clock()
         deleted, self._deleted = list(self._deleted), set()
         # Omit deleted accounts. They may be in `_changed` if requests were still running when they were
@@ -301,14 +301,15 @@ class Quotas:
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # Requests may have been logged without changing any level. Store one account's levels anyway:
-            # after a restart, the log is read only from the row that was newest when a level was last stored.
+            # Requests may have been logged without changing any quota level. Store one account's levels
+            # anyway: after a restart, the log is read only from the row that was newest when a level was last
+            # stored.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], deleted
 
     def used_levels(self, now: float) -> list[QuotaLevels]:
-        """Return the levels, at unix time `now`, of all accounts that have used part of a limit."""
+        """Return the quota levels, at unix time `now`, of all accounts that have used part of a limit."""
         monotonic = self._clock()
         return [
             _levels(account, monotonic, now)
@@ -317,14 +318,14 @@ class Quotas:
         ]
 
     def remember(self, deleted: Iterable[Name] = ()) -> None:
-        """Include all levels in the next result from `news`. Call this if the last result could not be
+        """Include all quota levels in the next result from `news`. Call this if the last result could not be
         stored."""
         self._deleted |= set(deleted) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
     def restore(self, state: QuotaState, now: float) -> None:
-        """Restore the levels stored before a restart. `now` is the current unix time. Call this after the
-        first `set_policies`."""
+        """Restore the quota levels stored before a restart. `now` is the current unix time. Call this after
+        the first `set_policies`."""
         known: dict[Account, QuotaLevels] = {}
         for levels in state.levels:
             account = (self._tenants if levels.scope == "tenant" else self._keys).get(levels.name)

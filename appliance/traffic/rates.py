@@ -33,7 +33,7 @@ class DecayingMean:
         self.weight = 0.0
 
     def add(self, value: float, weight: float, keep: float) -> None:
-        """Add a value, and multiply the weights of all earlier values by `keep` (0 to 1)."""
+        """Add a value and multiply the weights of all earlier values by `keep` (0 to 1)."""
         self.value = self.value * keep + value
         self.weight = self.weight * keep + weight
 

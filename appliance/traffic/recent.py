@@ -28,7 +28,7 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     """Unix time of arrival."""
     tenant: str
     key_id: str
-    """Id of the key whose limits apply; empty for a request without a key."""
+    """Id of the key whose limits restrict the request; empty for a request without a key."""
     unit: str
     """The request manager's name for the model that answers the request."""
     request_class: int

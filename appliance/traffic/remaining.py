@@ -1,4 +1,4 @@
-"""Estimates how much work remains for the requests in flight and how long it will take. This predicts when a
+"""Estimates how much work remains for the requests in flight and how long it will take, to predict when a
 drain will complete."""
 
 from __future__ import annotations
@@ -118,4 +118,4 @@ class _Work(NamedTuple):
     prompt_tokens: int
     outputs: float
     each: float
-    """Output tokens per sample."""
+    """Expected number of output tokens per sample."""

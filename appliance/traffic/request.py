@@ -61,12 +61,13 @@ class Request:
         self.version = version
         self.tenant = admit.identity.tenant
         self.key_id = key_id
-        """Id of the key whose limits apply: the request's own key, or the key that replaced it. Empty for a
-        request without a key."""
+        """Id of the key whose limits restrict the request: the request's own key, or the key that replaced
+        it. Empty for a request without a key."""
         self.request_class = service_class(admit.asked_class, admit.identity)
         self.deadline_at = deadline_at
         self.reservation: Reservation | None = None
-        """The amount reserved in the tenant's and key's quotas, from the request's acceptance to its end."""
+        """The request's reservation in the tenant's and key's quotas, from the request's acceptance to its
+        end."""
         self.most_tokens: int | None = None
         """The limit on generated tokens, sent to the front as `Admitted.most_tokens`."""
         self.is_logged = False
@@ -124,7 +125,7 @@ class Request:
         self.request_class = service_class(admit.asked_class, admit.identity)
 
     def hold(self, reservation: Reservation) -> None:
-        """Store the request's reservation, and lower its token limit to the reserved amount."""
+        """Store the request's reservation and limit the request to the output tokens reserved."""
         self.reservation = reservation
         if reservation.max_tokens < self.first.max_tokens:
             self.most_tokens = reservation.max_tokens // max(1, self.first.num_seqs)

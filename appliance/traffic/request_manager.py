@@ -118,7 +118,7 @@ class RequestManager:
         self._release_held()
 
     def resume_admission(self, model: str | None) -> None:
-        """End an admission pause, and queue the requests that it held."""
+        """End an admission pause and queue the requests that it held."""
         self.state.pauses.end(model)
         self._release_held()
 
@@ -157,7 +157,7 @@ class RequestManager:
         self.state.models[name] = ModelTraffic(name, version, self._lifecycle.rules, self.state.tenants)
 
     def remove_model(self, name: str) -> None:
-        """Stop accepting requests for a model, and refuse its waiting requests. The model must have no
+        """Stop accepting requests for a model and refuse its waiting requests. The model must have no
         replicas."""
         state = self.state
         waiting = [*state.models[name].waiting(), *state.pauses.held(name)]
@@ -339,7 +339,7 @@ class RequestManager:
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
         """Return a refusal for a new request. None means that the request is to be queued or held, and that
-        its quotas have been reserved."""
+        its maximum usage has been reserved in its quotas."""
         if pause is not None and not pause.hold:
             return paused(pause)
         if model.failure is not None:
@@ -395,7 +395,7 @@ class RequestManager:
         self._lifecycle.end_if_complete(request)
 
     def reject(self, rejected: Rejected) -> None:
-        """Log a request refused by its front, and charge the caller's quotas for the front's work."""
+        """Log a request refused by its front and charge the caller's quotas for the front's work."""
         if rejected.work_tokens:
             self._charge_for_work(rejected.identity, rejected.work_tokens, requests=1)
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
@@ -419,7 +419,7 @@ class RequestManager:
     # ── time ──
 
     def expire(self) -> None:
-        """Refuse requests that have waited too long, and update predictions and load shedding. Call this a
+        """Update predictions and load shedding, and refuse requests that have waited too long. Call this a
         few times per second."""
         now = self.state.clock()
         self._lifecycle.refuse_late(now)

@@ -12,8 +12,8 @@ from store.policies import CLASSES
 
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
-"""Maximum outstanding service of started requests, in seconds, that is carried over to the next tick. It is
-capped because predicted output lengths are often too high."""
+"""Maximum outstanding service of started requests, in seconds, that is carried over to the next tick. Capped
+because predicted output lengths are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Offered load, as a fraction of capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to stay
@@ -53,7 +53,7 @@ class ServiceLoad:
         self._offered_s += service_s
 
     def tick(self, now: float) -> None:
-        """Update the shares and the offered load at the end of an interval."""
+        """Update each class's share of the service and the offered load at the end of an interval."""
         if self._ticked_at is not None and now > self._ticked_at:
             passed_s = now - self._ticked_at
             keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
@@ -66,7 +66,8 @@ class ServiceLoad:
         self._ticked_at = now
 
     def share_left(self, request_class: int, total: float = 1.0) -> float:
-        """Return the part of `total` that higher-priority classes leave for this class."""
+        """Return the share of the service that higher-priority classes leave for this class. `total` is the
+        share available to all classes."""
         return max(_MIN_SHARE, total - sum(self._busy[:request_class]))
 
     @property

@@ -17,7 +17,7 @@ class MeasureSum:
     tokens: int = 0
 
     def add(self, measure: ShadowMeasure) -> None:
-        """Add one answer to the sums."""
+        """Add one answer's measurements to the sums."""
         self.ttft_s += measure.ttft_s
         self.e2e_s += measure.e2e_s
         self.tokens += measure.tokens

@@ -159,7 +159,8 @@ class Tenants:
         return tenant
 
     def limits_key(self, key_id: str) -> str:
-        """Return the id of the key whose limits apply. After a rotation, this is the new key."""
+        """Return the id of the key whose limits restrict requests with key `key_id`: after a rotation, the
+        new key."""
         key = self._policies.keys.get(key_id)
         return self._policies.latest(key).id if key is not None else key_id
 

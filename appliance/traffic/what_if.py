@@ -51,7 +51,7 @@ _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """Time, in seconds, for which a replay continues after the last arrival, so that its requests can end."""
 _STRIDE = 7919
-"""Stride for picking answer lengths from a list of known ones. It is prime, so that the lengths are picked
+"""Stride for picking answer lengths from a list of known ones. A prime number, so that the lengths are picked
 from the whole list."""
 _FRONT = "front"
 _NOT_ADMISSION = range(400, 500)
@@ -136,7 +136,7 @@ class _Replay:
         self._manager.add_front(_FRONT)
 
     def run(self, policies: Policies, requests: Sequence[_Replayed]) -> None:
-        """Replay the requests with the given limits, and store each request's result in the request."""
+        """Replay the requests with the given limits and store each request's result in the request."""
         given, manager = self._given, self._manager
         manager.set_policies(policies)
         manager.state.quotas.restore(QuotaState(levels=_levels(given, policies)), given.since)
@@ -266,7 +266,7 @@ class _Replay:
 
 
 def replay(given: ReplayInput) -> QuotaForecast:
-    """Replay the requests with the current limits and with the new ones, and compare the results."""
+    """Replay the requests with the current limits and with the new ones, then compare the results."""
     units = {speed.unit for speed in given.replicas}
     chosen = [
         one
@@ -304,7 +304,8 @@ def _run(given: ReplayInput, policies: Policies, chosen: Sequence[PastRequest]) 
 
 
 def replay_apart(given: ReplayInput) -> QuotaForecast:
-    """Run a replay in a separate process and wait for its result. Raises ReplayError."""
+    """Run a replay in a separate process and wait for its result. Raises ReplayError if the replay fails or
+    takes too long."""
     try:
         found = run_module("appliance.traffic.what_if", msgspec.msgpack.encode(given), MAX_REPLAY_S)
         return msgspec.msgpack.decode(found, type=QuotaForecast)
