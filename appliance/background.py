@@ -45,7 +45,8 @@ async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
 
 
 async def wait_until(done: Callable[[], bool], timeout_s: float | None) -> None:
-    """Wait until `done` returns true or `timeout_s` seconds have passed. None means no limit."""
+    """Wait until `done` returns true or `timeout_s` seconds have passed. A `timeout_s` of None means no
+    limit."""
     deadline = asyncio.get_running_loop().time() + (float("inf") if timeout_s is None else timeout_s)
     while not done() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)

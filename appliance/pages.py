@@ -129,11 +129,11 @@ class ChainReport(msgspec.Struct, kw_only=True):
     """Number of recorded heads that the chain was compared with, including those from the journal."""
     journal_heads: int
     journal_missing: str | None
-    """Reason why the journal contained no heads, or why some may be missing."""
+    """Reason why the journal contained no chain heads, or why some may be missing."""
     confirmed_seq: int
     """Sequence number of the newest row confirmed by a recorded head."""
     spooled: int
-    """Number of entries still in the spool rather than the chain."""
+    """Number of audit entries still in the spool rather than the chain."""
 
 
 def chain_report(path: Path, findings: Findings, journal_heads: int, missing: str | None) -> ChainReport:
@@ -234,7 +234,7 @@ class UsageRow(msgspec.Struct, kw_only=True):
     """Id of the key that the requests used. Empty for requests without a key."""
     key_name: str | None = None
     model: str | None = None
-    """Empty for requests that named an unknown model."""
+    """Name of the model. Empty for requests that named an unknown model."""
     requests: int
     failed: int
     """Requests with a status of 400 or more, or with an error."""

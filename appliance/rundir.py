@@ -73,7 +73,7 @@ class RunDirLock:
         self._holder = LockHolder(pid=os.getpid(), state_dir=str(state_dir), stopped=False)
         self._write()
         for left in run_dir.glob(f"{_RENDEZVOUS}*"):
-            shutil.rmtree(left, ignore_errors=True)  # left behind by a service that was killed
+            shutil.rmtree(left, ignore_errors=True)  # the folder was left behind by a service that was killed
 
     def release(self) -> None:
         """Release the directory for use by other services."""

@@ -387,7 +387,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     state: ProcessState = ""
     cpu_percent: float | None = None
-    """The process's CPU usage in the last slice, as a percentage of one core."""
+    """The process's CPU usage since the previous measurement, as a percentage of one core."""
     memory_bytes: int | None = None
     """Resident memory."""
     restarts: int | None = None
@@ -430,7 +430,7 @@ class Snapshot(msgspec.Struct, kw_only=True):
     latency: Latency
     queue: Queue
     batches: list[Batch]
-    """Each replica's latest slice."""
+    """Summary of the steps in each replica's latest slice."""
     kv: list[KvCache]
     requests: list[UnfinishedRequest]
     """Unfinished requests, oldest first."""

@@ -49,7 +49,7 @@ PeerName = Annotated[
 RequestId = Annotated[str, Meta(description="The request's id, as shown by `requests`.", extra=ID)]
 
 ModelVersion = Annotated[
-    str, Meta(description="NAME@VERSION, or NAME for the default version.", extra=VERSION)
+    str, Meta(description="The version: NAME@VERSION, or NAME for the default one.", extra=VERSION)
 ]
 
 ModelOrService = Annotated[
@@ -160,7 +160,9 @@ class RotateKey(_Parameters):
     seconds."""
 
     id: KeyId
-    overlap_s: Annotated[float, Meta(description="How long the old key stays valid.")] = 86400.0
+    overlap_s: Annotated[float, Meta(description="How long the old key stays valid after the rotation.")] = (
+        86400.0
+    )
     expires_at: Annotated[
         float | None,
         Meta(description="When the new key expires. Default: after the old key's original lifetime."),
@@ -236,7 +238,7 @@ class SilenceAlerts(_Parameters):
         Meta(
             min_length=1,
             max_length=100,
-            description="Name of the rule. `*` stands for any characters.",
+            description="Name of the alert rule. `*` stands for any characters.",
             extra={"metavar": "RULE"},
         ),
     ]
@@ -296,7 +298,7 @@ class AddModel(_Parameters):
     """Add the checkpoint in a folder to the registry, without loading it. If a model with this name exists,
     the checkpoint becomes its next version."""
 
-    name: Annotated[str, Meta(description="The name that applications use.")]
+    name: Annotated[str, Meta(description="The model's name, as used by applications.")]
     folder: Annotated[
         str,
         Meta(description="Absolute path of a folder with a Hugging Face checkpoint.", extra={"after": "="}),
@@ -390,7 +392,7 @@ class SetDefaultModel(_Parameters):
 
     model: Annotated[
         str,
-        Meta(description="The model and the version number.", extra={"metavar": "NAME@VERSION"}),
+        Meta(description="The new default version.", extra={"metavar": "NAME@VERSION"}),
     ]
     grace_s: PreviousGrace = 3600.0
 
@@ -410,7 +412,7 @@ class SetAlias(_Parameters):
     target: Annotated[
         str | None,
         Meta(
-            description="A model's name, or NAME@VERSION. Null deletes the alias.",
+            description="The alias's target: a model's name, or NAME@VERSION. Null deletes the alias.",
             extra={
                 **VERSION,
                 "option": "--to",
@@ -427,7 +429,9 @@ class SplitModel(_Parameters):
     and `user` go to the same target as long as the weights do not change. After the response, the new weights
     apply to all new requests."""
 
-    name: Annotated[str, Meta(description="A model in the registry, or an alias.", extra=NAME)]
+    name: Annotated[
+        str, Meta(description="The name to split: a model in the registry, or an alias.", extra=NAME)
+    ]
     weights: Annotated[
         Annotated[dict[str, Weight], Meta(min_length=1, max_length=MAX_ARMS)] | None,
         Meta(
@@ -453,7 +457,8 @@ class ShadowModel(_Parameters):
     target: Annotated[
         str | None,
         Meta(
-            description="A version number such as 2, a model name, or NAME@VERSION. Null ends the shadow.",
+            description="The target: a version number such as 2, a model name, or NAME@VERSION. Null "
+            "ends the shadow.",
             extra={
                 "metavar": "TARGET",
                 "option": "--to",
@@ -477,7 +482,9 @@ class RemoveModel(_Parameters):
     """Remove a model, or one of its versions, from the registry. The model or version must not be loaded. The
     files are kept."""
 
-    model: Annotated[str, Meta(description="NAME for all versions, or NAME@VERSION.", extra=VERSION)]
+    model: Annotated[
+        str, Meta(description="What to remove: NAME for all versions, or NAME@VERSION.", extra=VERSION)
+    ]
 
 
 class PruneModels(_Parameters):

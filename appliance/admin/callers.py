@@ -67,7 +67,7 @@ class Authenticator:
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:
-        """Apply the list of operators in these settings."""
+        """Take the list of operators from these settings."""
         gids = operator_gids(settings)
         self.gid = gids[0] if gids else None
         self._uids = frozenset({os.geteuid(), 0, *settings.uids})

@@ -22,7 +22,7 @@ cause a timeout."""
 
 
 class Effect(NamedTuple):
-    """An action's response, and the values before and after the action, for the audit trail."""
+    """An action's response and, for the audit trail, the changed values before and after the action."""
 
     result: msgspec.Struct
     before: object = None

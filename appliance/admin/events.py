@@ -132,7 +132,7 @@ class EventFeed:
 
 
 class EventFeeds:
-    """The event feeds, one per rate."""
+    """The event feeds, one per frame rate."""
 
     def __init__(self, reader: Callable[[int], ReadSnapshot], streams: Streams) -> None:
         """`reader` takes a feed's rate, in frames per second, and returns the function that takes snapshots

@@ -22,8 +22,8 @@ from appliance.traffic.state import TrafficState
 from engine.rank_messages import BlockUse
 
 RECORDED_EVERY_S = 10.0
-"""Interval, in seconds, at which block states are requested for the history while no operator is using the
-route."""
+"""Interval, in seconds, at which KV block states are requested for the history while no operator is using the
+admin API route."""
 
 
 class BlockMaps:
@@ -46,7 +46,7 @@ class BlockMaps:
         ]
 
     def recent(self) -> dict[str, BlockMap]:
-        """Return each replica's latest known block map, without waiting. If a map is older than
+        """Return each replica's latest known KV block map, without waiting. If a map is older than
         `RECORDED_EVERY_S`, request a new one. The same object is returned until a newer state arrives."""
         replicas = list(self._replicas())
         found = {
@@ -80,7 +80,7 @@ class BlockMaps:
 
 
 def kv_blocks_route(maps: BlockMaps) -> ScopedRoute:
-    """Return the route that reads the block states."""
+    """Return the route that reads the KV block states."""
 
     async def show(request: Request) -> Response:
         return json_answer(await maps.read())

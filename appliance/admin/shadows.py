@@ -17,14 +17,14 @@ from store.errors import ConflictError, UnknownModelError
 
 @dataclass(kw_only=True)
 class ShadowAdmin:
-    """Sets and ends shadows and reads their results."""
+    """Starts and ends shadow traffic and reads its results."""
 
     models: ModelAdmin
     results: ShadowResults
 
     async def shadow(self, actor: Actor, asked: ShadowModel) -> Effect:
-        """Set or end a shadow. Raises UnknownModelError if the name or the target does not exist, and
-        ConflictError if the target is not loaded or already answers requests for the name."""
+        """Start or end shadow traffic for a name. Raises UnknownModelError if the name or the target does not
+        exist, and ConflictError if the target is not loaded or already answers requests for the name."""
         name, routing = asked.name, self.models.routing
         registry = self.models.registry
         target = None
@@ -51,7 +51,7 @@ class ShadowAdmin:
         return done(f"{asked.share:.1%} of the requests for {name} are copied to {target}")
 
     def shown(self) -> list[RegisteredModel]:
-        """Return all models, with the results of their shadows."""
+        """Return all models, with the results of their shadow traffic."""
         models = self.models.states.all()
         for model in models:
             model.shadows = [shadow for name in (model.name, *model.aliases) for shadow in self._of(name)]

@@ -41,8 +41,8 @@ class SplitAdmin:
         return done(f"requests for {name} are split: {shown}")
 
     def _targets(self, name: str, weights: dict[str, float]) -> dict[str, float]:
-        """Return the weights with each target written as NAME or NAME@VERSION. A target that is just a number
-        refers to that version of `name`."""
+        """Return a split's weights with each target written as NAME or NAME@VERSION. A target that is just a
+        number refers to that version of `name`."""
         found: dict[str, float] = {}
         for given, weight in weights.items():
             target = complete_target(self.models, name, given)

@@ -57,8 +57,8 @@ model, the service is not ready in any case."""
 
 @functools.cache
 def service_version() -> str:
-    """Return the product version. It is looked up only once, because every status contains it, and each
-    lookup reads a file and creates reference cycles, which the core rarely collects
+    """Return the product version. The version is looked up only once, because every status contains it, and
+    each lookup reads a file and creates reference cycles, which the core rarely collects
     (`appliance.core.process.COLLECT_AFTER`)."""
     try:
         return version("appliance")

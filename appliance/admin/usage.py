@@ -21,7 +21,7 @@ _MILLION = 1e6
 
 
 class UsageReader:
-    """Reads usage. `report` may be called from any thread."""
+    """Reads the usage of tenants, keys and models. `report` may be called from any thread."""
 
     def __init__(
         self,

@@ -254,8 +254,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="failures",
-        reason="Counts errors caused by the service, not by clients. If one in twenty requests fails over 15 "
-        "seconds, the failures are not isolated.",
+        reason="The rule counts errors caused by the service, not those caused by clients. If one in twenty "
+        "requests fails over 15 seconds, the failures are not isolated.",
         metric="rates.failed_per_s",
         per="rates.requests_per_s",
         severity="critical",

@@ -45,7 +45,8 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     target: Number = 0.0
     """For "time_to": the value that the metric is predicted to reach."""
     at_least: Number | None = None
-    """The rule applies only while the metric (divided by `per`, if set) is at least this value."""
+    """The alert can be raised only while the metric (divided by `per`, if set) is at least this value. Below
+    this value, an active alert ends."""
     above: Number | None = None
     """The alert is raised when the measure rises to this threshold."""
     below: Number | None = None
@@ -96,11 +97,11 @@ class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
 NAMED_IN_REMEDY = ("tenant", "model")
 """Kinds of objects whose names can be inserted into an alert rule's remedy."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""All severities, from the least to the most urgent."""
+"""All severities of alerts, from the least to the most urgent."""
 
 
 class RuleFault(NamedTuple):
-    """A fault in a rule or receiver that the type checks of its fields do not detect."""
+    """A fault in an alert rule or receiver that the type checks of its fields do not detect."""
 
     field: str
     description: str

@@ -61,9 +61,9 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests of one run. If `arrivals` is set, request i is sent `arrivals[i]` seconds after the start
-    (open loop). Otherwise, `concurrency` streams run concurrently, each sending one request after another
-    (closed loop)."""
+    """The requests of one benchmark run. If `arrivals` is set, request i is sent `arrivals[i]` seconds after
+    the start (open loop). Otherwise, `concurrency` streams run concurrently, each sending one request after
+    another (closed loop)."""
 
     target: Target
     model: str
@@ -123,7 +123,7 @@ class Record(msgspec.Struct):
     first_at: float | None = None
     """Time at which the first chunk with a token arrived."""
     gaps_s: list[float] = []
-    """Times between consecutive chunks."""
+    """Times between consecutive chunks of the response."""
     tokens: int | None = None
     """Number of output tokens in the server's `usage`, or None if the server did not report it."""
     prompt_tokens: int | None = None

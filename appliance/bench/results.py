@@ -32,8 +32,8 @@ class Slo(msgspec.Struct, frozen=True):
         return self.ttft_p99_ms is not None or self.itl_p99_ms is not None
 
     def allows(self, record: Record) -> bool:
-        """Return whether a request succeeded within the limits. The ITL limit applies to the mean time
-        between the request's chunks, because a single request has too few chunks for a 99th percentile."""
+        """Return whether a request succeeded within the limits. The ITL limit is compared with the mean time
+        between the response's chunks, because a single request has too few chunks for a 99th percentile."""
         if record.failure or record.first_at is None:
             return False
         if self.ttft_p99_ms is not None and 1000 * (record.first_at - record.began_at) > self.ttft_p99_ms:
@@ -75,7 +75,7 @@ class Backlog(msgspec.Struct):
     after: int
     """Requests in the backlog at the end of the arrivals."""
     seconds: float
-    """Time between the two counts, in seconds."""
+    """Time between the two counts of the backlog, in seconds."""
     allowed: float
     """Largest backlog, in requests, that can be explained by chance."""
 
@@ -117,7 +117,7 @@ class Run(msgspec.Struct, kw_only=True):
     """Number of requests per second that met the limits, or None without limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
-    """Times between consecutive chunks."""
+    """Times between consecutive chunks of each response."""
     tpot_ms: Percentiles | None
     """Each request's mean time per output token after the first chunk."""
     e2e_ms: Percentiles | None

@@ -14,24 +14,24 @@ from store.heads import lines_of
 
 UNIT = "appliance.service"
 JOURNAL = "the journal"
-"""Source name shown for heads found in the journal."""
+"""Source name shown for audit chain heads found in the journal."""
 MAX_READ_S = 20.0
 """Time limit for reading the journal, in seconds. The newest lines are read first, so a timeout loses only
-older heads."""
+older chain heads."""
 
 
 class JournalHeads(NamedTuple):
-    """The result of reading the journal."""
+    """The result of searching the journal for audit chain heads."""
 
     heads: list[Recorded]
     missing: str | None = None
-    """Why no heads were found, or why some may be missing."""
+    """Why no chain heads were found, or why some may be missing."""
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
-    """Return the heads recorded by the service with the state directory `folder` or, if `folder` is None, by
-    every service that ran as `UNIT`. If systemd is missing or the caller may not read the journal, the result
-    contains the reason."""
+    """Return the audit chain heads recorded by the service with the state directory `folder` or, if `folder`
+    is None, by every service that ran as `UNIT`. If systemd is missing or the caller may not read the
+    journal, the result contains the reason."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:

@@ -86,7 +86,7 @@ def console(
 
 
 def top(
-    screen: Annotated[Screen, typer.Option(help="The screen to print.")] = "overview",
+    screen: Annotated[Screen, typer.Option(help="The console screen to print.")] = "overview",
     demo: Demo = False,
     replay: Replay = None,
     at: Annotated[
@@ -126,12 +126,17 @@ def history_export(
         str,
         typer.Option(
             metavar="TIME",
-            help="Start: a time of day (14:03), a time span before now (20m), or a date (2026-11-20T14:03).",
+            help="Start of the slice: a time of day (14:03), a time span before now (20m), or a date "
+            "(2026-11-20T14:03).",
         ),
     ] = "15m",
     until: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="End, in the same format. Default: now.", show_default=False),
+        typer.Option(
+            metavar="TIME",
+            help="End of the slice, in the same format as --since. Default: now.",
+            show_default=False,
+        ),
     ] = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,

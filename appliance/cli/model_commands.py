@@ -1,5 +1,5 @@
-"""The model commands. Their implementation, in `appliance.cli.models`, is loaded on demand. Their
-descriptions come from `appliance.actions`."""
+"""The model commands. The implementation, in `appliance.cli.models`, is loaded on demand; the descriptions
+come from `appliance.actions`."""
 
 from __future__ import annotations
 

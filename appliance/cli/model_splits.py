@@ -1,4 +1,4 @@
-"""Parses and prints traffic splits and shadows."""
+"""Parses and prints traffic splits and shadow traffic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from appliance.protocol.registry import ShadowStatus
 
 
 def show_shadow(shadow: ShadowStatus) -> None:
-    """Print a shadow and its results."""
+    """Print the shadow traffic of a name and its results."""
     print(f"  shadow    {shadow.share:.1%} of {printable(shadow.name)} copied to {printable(shadow.target)}")
     print(f"    copies    {shadow.compared} compared, {shadow.dropped} dropped, {shadow.failed} failed")
     for side, times in (("originals", shadow.original), ("copies", shadow.copy)):

@@ -88,10 +88,13 @@ add_commands(requests, "requests.cancel", "requests.show")
 def usage(
     since: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="First day: a date, or a time span (7d). Default: 30 days ago."),
+        typer.Option(
+            metavar="TIME", help="First day of usage: a date, or a time span (7d). Default: 30 days ago."
+        ),
     ] = None,
     until: Annotated[
-        str | None, typer.Option(metavar="DATE", help="Last day. Default: today.", show_default=False)
+        str | None,
+        typer.Option(metavar="DATE", help="Last day of usage. Default: today.", show_default=False),
     ] = None,
     tenant: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only this tenant.", show_default=False)

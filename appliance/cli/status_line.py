@@ -17,7 +17,8 @@ _INTERVAL_S = 0.25
 
 
 class StatusLine:
-    """A line that each call to `show` overwrites. Nothing is written if the stream is not a terminal."""
+    """A terminal line that each call to `show` overwrites. Nothing is written if the stream is not a
+    terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr

@@ -61,7 +61,8 @@ class SnapshotAssembler:
 
     def add(self, frame: Frame) -> Snapshot:
         """Apply a frame and return the resulting snapshot. The previous snapshot's requests are modified in
-        place. Raises MissingFrameError, or AdminError if this version cannot read the service's snapshots."""
+        place. Raises MissingFrameError if a frame is missing, and AdminError if this version of the client
+        cannot read the service's snapshots."""
         if frame.whole:
             self._fields, self._requests = {}, {}
         elif self._seq is None or frame.seq != self._seq + 1:

@@ -100,7 +100,7 @@ class PastReader:
         )
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
-        """Return measurements over time. Raises TooManyValuesError if the query selects too many."""
+        """Return measurements over time. Raises TooManyValuesError if the query selects too many values."""
         # Patterns translated by fnmatch match in time proportional to the name's length. If each star were
         # translated to ".*", a few stars would be enough to block the whole process.
         patterns = [fnmatch.translate(one.strip().translate(_LITERAL)) for one in query.metrics.split(",")]
@@ -176,8 +176,8 @@ def logged_request(row: LoggedRequest, at: float) -> UnfinishedRequest:
 
 
 def alert_at(row: AlertRow, at: float) -> Alert:
-    """Return an alert's state at a given time (in unix seconds). Silences are omitted, because the rows do
-    not contain them."""
+    """Return an alert's state at a given time (in unix seconds). Silences are omitted, because logged alerts
+    do not contain them."""
     ended = row.ended_at is not None and row.ended_at <= at
     acknowledged = row.acknowledged_at is not None and row.acknowledged_at <= at
     return Alert(

@@ -182,7 +182,7 @@ class Bundles:
         )
 
     def loaded_with(self, unit: str) -> tuple[str, ...]:
-        """Return the models that are loaded together with this one, including itself."""
+        """Return the models that are loaded together with a model, including that model."""
         name = self._name(unit)
         for group in self._settings().groups.values():
             if group.load == "all" and name in group.models:

@@ -19,7 +19,7 @@ after the time of day for which the prediction is made."""
 
 
 class Demand(NamedTuple):
-    """How many replicas are needed, and why."""
+    """How many replicas a model needs, and why."""
 
     replicas: float
     reason: str

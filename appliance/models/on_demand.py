@@ -92,7 +92,7 @@ class OnDemand:
         self._at_start = [name for name in manager.models if manager.is_parked(name)]
         """Models in the settings that are loaded after the required ones, if they fit into memory."""
         self._loads: dict[str, asyncio.Task[None]] = {}
-        """Loads requested by operators."""
+        """Tasks that load models at the request of operators."""
         self._changing = asyncio.Lock()
         """A lock that is held while a model is being loaded or unloaded."""
         self._background = Background()

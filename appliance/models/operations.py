@@ -485,8 +485,8 @@ class ModelOperations:
         try:
             await asyncio.wrap_future(stored)
         except Exception as error:
-            # The version has already been loaded or unloaded. The failure affects only the next start of the
-            # service.
+            # The version itself has been loaded or unloaded. Failing to store this affects only the next
+            # start of the service.
             self._note(record.unit, f"its state could not be stored: {error}")
 
 

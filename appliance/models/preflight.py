@@ -31,7 +31,7 @@ class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
 
     level: Literal["ok", "warning", "problem"]
     text: str
-    """The result, with the measured values."""
+    """The result of the check, with the measured values."""
     remedy: str = ""
     """The remedy for the problem; empty if there is none."""
 

@@ -22,7 +22,7 @@ _TIMEOUT_S = 120.0
 """Time limit for checking all models."""
 
 Findings = dict[str, list[ModelFinding]]
-"""The findings, by model name."""
+"""The findings of the model checks, by model name."""
 
 
 Check = Callable[[Mapping[str, ModelSettings]], Findings]

@@ -37,9 +37,9 @@ def model_faults(
 def describe_models(
     loaded: Loaded, former: Settings | None = None, broken: Collection[str] = ()
 ) -> list[ServedModel]:
-    """Return descriptions of the models that are new or whose text settings differ from those in `former`.
-    The folders of models in `broken` may be unreadable, so their descriptions contain only the name and
-    folder. Raises SettingsError for any other unreadable folder.
+    """Return descriptions of the models that are new or whose settings for the fronts differ from those in
+    `former`. The folders of models in `broken` may be unreadable, so their descriptions contain only the name
+    and folder. Raises SettingsError for any other unreadable folder.
     """
     served, faults = [], []
     for name, model in loaded.settings.models.items():

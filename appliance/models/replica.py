@@ -127,12 +127,13 @@ class Replica:
 
     @property
     def client_state(self) -> ReplicaState:
-        """The state shown to clients. A failed replica stays failed until it is ready again."""
+        """The replica's state as shown to clients. A failed replica stays failed until it is ready again."""
         return "failed" if self.failure else self.operator_state
 
     @property
     def operator_state(self) -> ReplicaState:
-        """The state shown to operators. A ready replica can be "sleeping", "silent" or "draining"."""
+        """The replica's state as shown to operators. A ready replica can be "sleeping", "silent" or
+        "draining"."""
         if self.sleeping.asleep:
             return "sleeping"
         if self.state != "ready":
@@ -168,7 +169,7 @@ class Replica:
     # ── start and stop ──
 
     def start(self) -> None:
-        """Launch the ranks."""
+        """Launch the replica's ranks."""
         self.state = "starting"
         self._load = LoadProgress(time.monotonic())
         self.incarnation += 1

@@ -21,7 +21,7 @@ class ReplicaSleep:
         self.asleep = False
         """Whether the replica has released its memory and not yet restored it."""
         self.sleeps = self.wakes = 0
-        """How often the replica has gone to sleep and been woken."""
+        """How often the replica has gone to sleep, and how often it has been woken."""
         self.wake_s = 0.0
         """Total time spent waking the replica, in seconds."""
         self._latest = MemoryChanged(False)

@@ -113,8 +113,8 @@ class Residency(NamedTuple):
 
 EvictionReason = Literal["memory", "group", "idle"]
 REASONS: tuple[EvictionReason, ...] = get_args(EvictionReason)
-"""Reasons for evicting a model: another model needs the memory, a group forbids loading both, or the model's
-time to live has expired."""
+"""Reasons for evicting a model: another model needs the memory, a group forbids loading both models, or the
+evicted model's time to live has expired."""
 
 
 Step = LoadUnits | Evict | Refuse | Wait

@@ -20,7 +20,7 @@ class _Use(NamedTuple):
 
 
 class BurnRates:
-    """Records the usage of limits over the last minute."""
+    """Records how much of each limit tenants have used over the last minute."""
 
     def __init__(self) -> None:
         self._uses: dict[tuple[str, str], deque[_Use]] = {}

@@ -1,5 +1,5 @@
-"""Checks the databases. Each is opened read-only and only briefly, because a stopping service cannot leave
-SQLite's WAL mode while another process has the database open."""
+"""Checks the databases. Each database is opened read-only and only briefly, because a stopping service cannot
+leave SQLite's WAL mode while another process has the database open."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class Converter:
         return Place(self._source)
 
     def _table(self, table: Any, part: type[Part], path: Path) -> Part | None:
-        """Convert a table. Return None if the value is not a table, or if a required setting is missing or
-        invalid."""
+        """Convert a settings table. Return None if the value is not a table, or if a required setting is
+        missing or invalid."""
         if not isinstance(table, dict):
             self.add(path, f"{dotted(path)} = {table!r} is not valid", "write a table")
             return None
@@ -87,7 +87,7 @@ class Converter:
         return part(**values) if complete else None
 
     def _value(self, value: Any, kind: Any, path: Path) -> Any:
-        """Convert a value. Return None if the value is invalid; TOML values are never None."""
+        """Convert a setting's value. Return None if the value is invalid; TOML values are never None."""
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return self._table(value, kind, path)
         if isinstance(value, list) and (item := _struct_of_items(kind)) is not None:

@@ -28,7 +28,7 @@ _KINDS = {
 """The lists in a sample whose entries can be the subjects of alerts, with the kind of object that each list
 contains."""
 _PLAIN = ("replica", "front", "process", "problem")
-"""Kinds of objects that are omitted from a subject's description, because its name implies them."""
+"""Kinds of objects that are omitted from a subject's description, because the subject's name implies them."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 

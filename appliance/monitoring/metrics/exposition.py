@@ -63,7 +63,7 @@ class MetricFamily(Generic[Series]):
 
 
 class Value:
-    """A single number. Callers may change `value`."""
+    """A metric series that consists of a single number. Callers may change `value`."""
 
     __slots__ = ("head", "value")
 

@@ -28,8 +28,8 @@ from store.policies import Policies
 from store.writer import Writer
 
 SHARED_S = 0.1
-"""Requests that arrive within this many seconds after a scrape get its result. Gateways treat metrics older
-than 0.2 s as stale."""
+"""A request for metrics that arrives within this many seconds after a scrape gets the result of that scrape.
+Gateways treat metrics older than 0.2 s as stale."""
 
 
 class Scraper:
