@@ -54,7 +54,7 @@ class Context:
     write: bool = False
     """Whether actions are permitted."""
     is_past: bool = False
-    """Whether the snapshot and the lists show a past time."""
+    """Whether the snapshot and the lists show a past state."""
     incident_since: float | None = None
     """Start of the period that the open incident file covers, in unix seconds. None if no incident file is
     open."""

@@ -149,7 +149,7 @@ class FakeAlerts:
         return sorted([*shown, *self._ended], key=lambda one: -(one.since or 0.0))
 
     def _explanation(self, alert: Alert, at: float) -> Alert | None:
-        """Return the alert that explains this one, or None."""
+        """Return the alert that explains the given alert, or None."""
         causes = _RULES[alert.rule].downstream_of
         recent = [one for one in self._ended if at - (one.ended_at or 0.0) <= _SETTLE_S]
         return next(

@@ -93,7 +93,7 @@ class FakeRows:
         )
 
     def of(self, name: ListName) -> Sequence[Row]:
-        """Return the list with this name, newest rows first."""
+        """Return the rows of the list with this name, newest first."""
         if name == "audit":
             return self.audit[::-1]
         if name == "finished":

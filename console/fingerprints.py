@@ -35,16 +35,17 @@ _SHOWN_CHANGES = 3
 
 
 class Fingerprint(NamedTuple):
-    """The part of a target's state that matters for the operator's decision."""
+    """The part of a target's state that matters when an operator confirms an action."""
 
     observed: Facts
-    """Facts from the snapshot, by name."""
+    """The target's state in the snapshot, as facts keyed by name."""
     listed: Facts | None
     """Fields from the lists returned by `required_lists`, such as the list of keys. None if the lists have
     not been read."""
 
     def changes(self, later: Fingerprint) -> str:
-        """Describe what has changed. Return an empty string if nothing has."""
+        """Describe the changes from this fingerprint to a later one. Return an empty string if there are
+        none."""
         found = _changes(self.observed, later.observed)
         if self.listed is not None and later.listed is not None:
             found += _changes(self.listed, later.listed)

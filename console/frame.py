@@ -30,7 +30,7 @@ _IMPORTANT_KEYS = ("help", "quit", "command", "actions", "variant")
 
 @dataclass
 class FrameState:
-    """What the frame shows around the screen."""
+    """The values that the console's frame shows around the screen."""
 
     context: Context
     view: View

@@ -130,8 +130,8 @@ def _steps(value: float, top: float, steps: int) -> int:
 
 
 def _letter(pair: Sequence[int | None], row: int, glyphs: GlyphSet) -> str:
-    """Return one cell's character. In `pair`, -1 means a time before the first value, and None an unknown
-    value."""
+    """Return the character of one chart cell. In `pair`, -1 means a time before the first value, and None an
+    unknown value."""
     if all(mark is None for mark in pair):
         return _UNKNOWN[glyphs] if row == 0 else " "
     if all(mark == -1 for mark in pair):

@@ -53,7 +53,7 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
 
 
 def _explained(names: Iterable[str], width: int) -> list[Line]:
-    """Return the explanations with these names."""
+    """Return the explanations of the named fields and metrics."""
     lines: list[Line] = []
     for name in dict.fromkeys(names):
         explanation = EXPLANATIONS[name]

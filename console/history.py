@@ -15,7 +15,7 @@ from appliance.snapshot import Batch, Snapshot
 
 MAX_POINTS = 1200
 _MAX_STEPS = 3
-"""Two points that are at least this many intervals apart have a gap between them."""
+"""Two chart points that are at least this many intervals apart have a gap between them."""
 HISTORY_METRICS = (
     "at,rates.*,queue.running,queue.waiting,latency.*.p99_ms,kv[*].blocks_total,kv[*].blocks_used,"
     "gpus[*].utilization_percent,host.cpu_percent,batches[*].*"
@@ -236,7 +236,7 @@ class History:
 
 
 def joined(first: Batch, second: Batch) -> Batch:
-    """Combine two consecutive slices of a replica into one."""
+    """Combine two consecutive time slices of a replica's steps into one."""
 
     def total(name: str) -> int | None:
         values = [getattr(one, name) for one in (first, second)]

@@ -93,7 +93,7 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
                 f"{units.about(one.where, one.description)} ({one.severity}, {one.state})" for one in found
             ]
             if any(one.state == "resolved" for one in found):
-                lines.append("the service will refuse: the alert has ended")
+                lines.append("the service will refuse this action: the alert has ended")
             return lines
     return []
 
@@ -107,7 +107,7 @@ def _caller(action: Action, target: str, context: Context, snapshot: Snapshot) -
             keys = units.counted(tenant.keys, "valid key")
             return [
                 f"{keys} and {units.count(tenant.peers)} mapped users or groups",
-                "the service will refuse: revoke the keys and remove the mappings first",
+                "the service will refuse this action: revoke the keys and remove the mappings first",
             ]
         is_listed = tenant is not None
     else:
@@ -167,7 +167,10 @@ def _model(action: Action, target: str, context: Context, snapshot: Snapshot) ->
     if action.impact == "remove":
         loaded = [one.name for one in models]
         if loaded:
-            return [f"loaded: {', '.join(loaded)}", "the service will refuse: unload the model first"]
+            return [
+                f"loaded: {', '.join(loaded)}",
+                "the service will refuse this action: unload the model first",
+            ]
         return ["not loaded: no requests are affected and no memory is freed"]
     return []
 

@@ -176,6 +176,6 @@ def _similar(name: str, known: set[str] | frozenset[str]) -> str:
 
 
 def _line(text: str, command: str) -> int:
-    """Return the line number of a command's entry."""
+    """Return the line number of a command's entry in the keymap file."""
     entry = re.compile(rf"""\s*\[?\s*["']?{re.escape(command)}["']?\s*[=.\]]""")
     return next((number for number, line in enumerate(text.splitlines(), 1) if entry.match(line)), 1)

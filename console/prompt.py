@@ -14,7 +14,7 @@ from textual.widgets import Input
 from console.commands import Targets, completions, described, shared_beginning
 
 _KEYS = ("escape", "enter", "tab", "up", "down")
-"""Keys that the line handles itself. Textual's bindings handle all other non-character keys."""
+"""Keys that the input line handles itself. Textual's bindings handle all other non-character keys."""
 
 
 PromptKind = Literal[":", "/"]
@@ -22,11 +22,11 @@ PromptKind = Literal[":", "/"]
 
 
 class Closed(NamedTuple):
-    """The result of a line that the operator has submitted or cancelled."""
+    """The result of an input line that the operator has submitted or cancelled."""
 
     kind: PromptKind
     text: str | None
-    """The text, or None if the operator cancelled."""
+    """The entered text, or None if the operator cancelled."""
     before: str
     """The line's text when it was opened."""
 
@@ -57,7 +57,7 @@ class PromptLine(Input):
         self._targets: Callable[[], Targets] = dict
 
     def open(self, kind: PromptKind, text: str, targets: Callable[[], Targets]) -> None:
-        """Show the line. `targets` returns the names offered for completion."""
+        """Show the input line. `targets` returns the names offered for completion."""
         self.kind, self._before, self._targets = kind, text, targets
         self._at = len(self._past)
         self.placeholder = (
@@ -78,7 +78,7 @@ class PromptLine(Input):
         return not event.is_printable and event.key not in _KEYS
 
     async def result(self) -> Closed | None:
-        """Wait until the line has handled all keys sent to it. Return the result if one of them closed the
+        """Wait until the input line has handled all keys sent to it. Return the result if a key closed the
         line, otherwise None."""
         handled = asyncio.Event()
         if self.call_later(handled.set):
@@ -137,5 +137,5 @@ class _CommandSuggester(Suggester):
         self._targets = targets
 
     async def get_suggestion(self, value: str) -> str | None:
-        """Return the suggestion, or None."""
+        """Return the suggested command line, or None."""
         return next(iter(completions(value, self._targets())), None) if value else None

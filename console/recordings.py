@@ -36,18 +36,18 @@ class PastTimeline(NamedTuple):
     since: float
     until: float
     values: list[tuple[float, float | None]]
-    """(time, output tokens per second) pairs."""
+    """Pairs of a time and the output tokens per second."""
     marks: list[Mark]
     """Events, oldest first."""
     note: str = ""
-    """Why the events could not be read, or an empty string."""
+    """Why the period's events could not be read, or an empty string."""
 
 
 class RecordedPast(Protocol):
     """Delivers recorded history. All methods raise SourceError if the history cannot be read."""
 
     label: str
-    """Description for the header."""
+    """Description of the recording for the console's header."""
     begin: float | None
     """For a recording in a file, the time to show first, in unix seconds; otherwise None."""
 

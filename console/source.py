@@ -82,7 +82,7 @@ class SnapshotSource(Protocol):
     """Delivers snapshots and lists, and performs actions."""
 
     label: str
-    """Description for the header, such as "demo" or the run directory."""
+    """Description of the source for the console's header, such as "demo" or the run directory."""
     interval_s: float
     """Interval between snapshots, in seconds."""
     reads_blocks: bool

@@ -98,8 +98,8 @@ def _chart(timeline: PastTimeline, at: float, size: int, glyphs: GlyphSet) -> Li
 
 
 def _values(timeline: PastTimeline, size: int, column_s: float) -> list[float | None]:
-    """Return each column's largest value. Columns between two samples get the value of the preceding
-    sample."""
+    """Return the largest value in each column of the timeline. Columns between two samples get the value of
+    the preceding sample."""
     times = [at for at, _ in timeline.values]
     gaps = sorted(after - before for before, after in pairwise(times))
     step = gaps[len(gaps) // 2] if gaps else column_s

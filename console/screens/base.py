@@ -26,7 +26,7 @@ JUMP_LETTERS = "asdfghjklqwertyuiopzxcvbnmASDFGHJKLQWERTYUIOPZXCVBNM"
 Table = tuple[list[str], list[list[Cell]]]
 """A table's column names and rows."""
 Fact = tuple[str, str, Role]
-"""A value's name, its text and the text's role."""
+"""A value's name, its displayed text and the text's style role."""
 
 
 def table(rows: Iterable[object], *names: str) -> Table:
@@ -80,11 +80,11 @@ class View:
         return self.lists()
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
-        """Return up to `height` lines."""
+        """Return the screen's contents in up to `height` lines."""
         raise NotImplementedError
 
     def facts(self, context: Context) -> list[Fact]:
-        """Return the most important values, for small terminals."""
+        """Return the screen's most important values, for small terminals."""
         raise NotImplementedError
 
     def small(self, context: Context, width: int, height: int) -> list[Line]:

@@ -23,7 +23,7 @@ _STALL_ROWS = 5
 
 
 def stalled(batch: Batch) -> bool:
-    """Return whether a step in the slice noticeably delayed the decodes."""
+    """Return whether a step in the time slice noticeably delayed the decodes."""
     if batch.longest_ms is None or not batch.step_ms:
         return False
     return batch.longest_ms > STALL_FACTOR * batch.step_ms

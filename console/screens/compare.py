@@ -71,8 +71,8 @@ class Difference(NamedTuple):
 
 
 def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Difference]:
-    """Return the values at two times, without timestamps. If `every` is false, return only values that
-    differ."""
+    """Return the metrics' values at two times, without timestamps. If `every` is false, return only values
+    that differ."""
     one, other = named_values(first), named_values(second)
     names = [*one, *(name for name in other if name not in one)]
     rows = [Difference(name, one.get(name), other.get(name)) for name in names if not _TIMESTAMP.search(name)]

@@ -238,7 +238,7 @@ def _values(snapshot: Snapshot) -> dict[str, Cell]:
 
 
 def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return a panel. `height` applies only to panels with variable height."""
+    """Return a panel of the overview. `height` is used only for panels with variable height."""
     match name:
         case "throughput":
             return panels.throughput(context, snapshot, width, height)

@@ -38,7 +38,7 @@ class ListView(TableView[ListRow]):
     """A screen that shows one of the service's lists."""
 
     def list_name(self) -> ListName:
-        """Return the name of the list shown."""
+        """Return the name of the list that the screen shows."""
         raise NotImplementedError
 
     def fact_names(self) -> tuple[str, str, str]:
@@ -164,7 +164,8 @@ class AuditView(ListView):
 
 
 def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, Role]]:
-    """Describe a verification's outcome as texts with roles. The first text is the result."""
+    """Describe the outcome of an audit chain verification as texts with style roles. The first text is the
+    overall result."""
     if chain is None:
         return []
     if isinstance(chain, str):

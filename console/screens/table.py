@@ -31,7 +31,7 @@ class TableColumn(NamedTuple):
     value: Callable[[Any], Cell]
     """Returns a row's value for filters and exports, and for sorting unless `rank` is given."""
     text: Callable[[Any], str] | None = None
-    """Formats the cell. By default, the cell shows the value as text."""
+    """Formats a row's cell. By default, the cell shows the value as text."""
     right: bool = True
     drop: int = 0
     """Order in which narrow terminals drop columns: the highest number first. A column with 0 is never
@@ -121,7 +121,7 @@ class TableView(View, Generic[R]):
         raise NotImplementedError
 
     def note(self, context: Context) -> str:
-        """Return a short text for the heading, such as a total."""
+        """Return a short text for the table's heading, such as a total."""
         return ""
 
     # ── rendering ────────────────────────────────────────────────────────────────────────────
@@ -211,7 +211,7 @@ class TableView(View, Generic[R]):
         body = body[next((number for number, one in enumerate(body) if one), 0) :]
         top = heading(self.title_of(row), width, self._hint(context, "{} to open", "open"))
         lines = [BLANK, top, *body][:height]
-        while lines and is_heading(lines[-1]):  # Drop a heading whose content did not fit.
+        while lines and is_heading(lines[-1]):  # Drop a heading whose contents did not fit.
             lines.pop()
         return lines
 

@@ -146,7 +146,7 @@ def test_the_impact_of_routing_names_the_requests_for_the_name(action: str) -> N
 def test_the_impact_of_removing_a_loaded_model_is_that_the_service_refuses() -> None:
     assert lines_of("models.remove", "chat", two_versions()) == [
         "loaded: chat@1, chat@2",
-        "the service will refuse: unload the model first",
+        "the service will refuse this action: unload the model first",
     ]
     context = two_versions()
     assert context.snapshot is not None
@@ -407,7 +407,9 @@ def test_the_impact_on_alerts_names_the_alert_or_the_number_of_alerts() -> None:
     ended = msgspec.structs.replace(alert, id="a2", state="resolved")
     context = newer(two_versions(), lambda snapshot: snapshot.alerts.extend([alert, ended]))
     assert lines_of("alerts.ack", "a1", context) == ["m is down (critical, firing)"]
-    assert lines_of("alerts.ack", "a2", context)[1:] == ["the service will refuse: the alert has ended"]
+    assert lines_of("alerts.ack", "a2", context)[1:] == [
+        "the service will refuse this action: the alert has ended"
+    ]
     assert lines_of("alerts.silence", "replica-*", context) == ["1 active alert for this rule"]
     assert lines_of("alerts.silence", "disk-full", context) == ["0 active alerts for this rule"]
 
