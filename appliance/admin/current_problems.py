@@ -146,7 +146,7 @@ def _clock(jump_s: float) -> Iterator[CurrentProblem]:
             where="clock",
             description=f"the system clock was changed by {jump_s / 3600:+,.1f} hours, so the removal of old "
             "log entries is paused",
-            remedy="if the clock is wrong now, correct it with timedatectl; if it is right, wait: the "
+            remedy="if the clock is wrong now, correct it with timedatectl; otherwise, wait until the "
             "removal resumes after a day",
         )
 

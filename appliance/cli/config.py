@@ -50,7 +50,9 @@ def check(file: str | None, *, as_json: bool) -> int:
         except StoreError as error:
             # A fallback not declared in the settings may be in the registry.
             warnings += [
-                msgspec.structs.replace(fault, remedy=f"{fault.remedy}, unless the registry has it ({error})")
+                msgspec.structs.replace(
+                    fault, remedy=f"{fault.remedy}, unless the registry contains the fallback ({error})"
+                )
                 for fault in fallback_faults(loaded, Registry())
             ]
     except SettingsError as error:

@@ -312,7 +312,7 @@ class OnDemand:
         except LoadError as error:
             self._bundles.incomplete.discard(wanted.units)
             for one in wanted.units:
-                self._fail(one, f"{unit}, which must be loaded together with it, cannot be loaded: {error}")
+                self._fail(one, f"{unit}, which must be loaded at the same time, cannot be loaded: {error}")
 
     async def _bring_back(self, unit: str, wanted: Bundle) -> None:
         self._bundles.note_load(unit)

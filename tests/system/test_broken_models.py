@@ -64,7 +64,7 @@ def test_config_check_names_a_fallback_that_does_not_exist(tmp_path: Path) -> No
     (tmp_path / "state" / "control.db").write_bytes(b"no database" * 400)
     done = run_appliance("config", "check", config)
     assert done.returncode == 0
-    assert f"warning: {config}:4: {said}, unless the registry has it (" in done.stdout
+    assert f"warning: {config}:4: {said}, unless the registry contains the fallback (" in done.stdout
 
 
 def test_config_check_warns_about_a_model_without_a_template(broken: Path, tmp_path: Path) -> None:
