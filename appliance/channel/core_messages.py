@@ -102,12 +102,12 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
-    """The reply to a `Claim`."""
+    """The core's reply to a front process's `Claim`."""
 
     request_id: str
     action: Literal["run", "repeat", "hand over"]
-    """What the front process must do with the request: run it, repeat the answer of its own run with the same
-    scope, or hand the connection over to the front process with that run (`HandOver`)."""
+    """What the front process must do with the request: run it, repeat the answer of an earlier run in this
+    process, or hand the connection over to the front process that has the run (`HandOver`)."""
     retry_of: str = ""
     """Request id of an earlier run whose answer is no longer kept, or an empty string."""
 

@@ -122,7 +122,7 @@ class Taken(msgspec.Struct, tag="taken", frozen=True):
     none of the connection's bytes are lost, and the core gives the connection to another front process."""
 
     number: int
-    """Same as `ClientConnection.number`."""
+    """The connection's number, from `ClientConnection.number`."""
 
 
 class NotTaken(msgspec.Struct, tag="not_taken", frozen=True):
@@ -131,7 +131,7 @@ class NotTaken(msgspec.Struct, tag="not_taken", frozen=True):
     it again after this process's next report."""
 
     number: int
-    """Same as `ClientConnection.number`."""
+    """The connection's number, from `ClientConnection.number`."""
 
 
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):

@@ -51,7 +51,7 @@ class Shadow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """A name that applications can use."""
+    """A name that applications can use for a model."""
 
     name: str
     unit: str

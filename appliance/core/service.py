@@ -88,7 +88,7 @@ class Service:
         self.readiness = serving.readiness
         self.notifier = Notifier(manager, serving.readiness, lambda: state.stalled_s)
         held.callback(self.notifier.close)
-        # The components for operators.
+        # The components that serve operators.
         self.authenticator = Authenticator(loaded.settings.admin, keys_of(state.control))
         self.admin = AdminServer(
             loaded.settings.admin_socket, loaded.settings.unix.admin_mode, self.listeners.admin

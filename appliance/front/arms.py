@@ -22,5 +22,5 @@ def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
 def _score(name: str, arm: Arm, caller: str) -> float:
     text = f"{name}\0{arm.target}\0{caller}".encode("utf-8", "backslashreplace")
     hashed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-    uniform = (hashed + 0.5) / 2**64  # between 0 and 1; rounding can make it exactly 1
+    uniform = (hashed + 0.5) / 2**64  # between 0 and 1, or exactly 1 after rounding
     return -arm.weight / math.log(min(uniform, 1 - 2**-53))

@@ -87,7 +87,7 @@ class _ChoiceDocument(_Document):
 
 
 class UsageDocument(_Document):
-    """Token counts."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -44,7 +44,7 @@ def _ids(value: Any) -> list[int] | None:
 
 
 class PositiveOrMinusOne(int):
-    """A count, or -1 for no limit."""
+    """A request field that holds a count, or -1 for no limit."""
 
     json_schema: ClassVar[dict[str, Any]] = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}
 
@@ -247,7 +247,7 @@ class TokenIdsField(list[int]):
 
     @classmethod
     def parse(cls, value: Any) -> list[int]:
-        """Return the ids. Raises FieldError if the value is not allowed."""
+        """Return the token ids. Raises FieldError if the value is not allowed."""
         ids = _ids(value)
         if ids is None:
             raise FieldError("must be a list of token ids")
@@ -261,7 +261,7 @@ class AllowedTokenIdsField(list[int]):
 
     @classmethod
     def parse(cls, value: Any) -> list[int]:
-        """Return the ids. Raises FieldError if the value is not allowed."""
+        """Return the token ids. Raises FieldError if the value is not allowed."""
         ids = _ids(value)
         if not ids:
             raise FieldError("must be a non-empty list of token ids; omit this field to allow all tokens")

@@ -57,7 +57,7 @@ class Generation:
         """Whether the tenant's log policy keeps prompts and answers."""
         self.samples = samples_of(task, self.is_kept)
         self.begun = asyncio.Event()
-        """Set when the first output arrives, or when the request finishes without output."""
+        """An event that is set when the first output arrives, or when the request finishes without output."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
@@ -393,7 +393,7 @@ class Generation:
         )
 
     def another(self, context: RequestContext, task: GenerationTask) -> Generation:
-        """Create a generation for another request in the same front."""
+        """Create a `Generation` for another request in the same front."""
         return Generation(self.state, context, task)
 
     def measure(self) -> ShadowMeasure | None:

@@ -60,7 +60,7 @@ class Transcript(NamedTuple):
 
     @property
     def chars(self) -> int:
-        """Total number of characters and token ids."""
+        """Total number of characters and token ids in the prompts and answers."""
         return sum(map(len, self.answers)) + sum(map(_length, self.prompts))
 
 

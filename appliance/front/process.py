@@ -60,7 +60,7 @@ class FrontProcess:
         self._is_configured = False
         """Whether the first configuration has been applied."""
         self.ended = asyncio.Event()
-        """Set when the front has stopped."""
+        """An event that is set when the front has stopped."""
 
     def start(self) -> None:
         """Start receiving the core's messages and sending reports."""
@@ -156,7 +156,7 @@ class FrontProcess:
                 log.exception("applying configuration %d failed", configure.serial)
 
     async def _apply(self, configure: Configure) -> None:
-        """Apply a configuration. The first one makes the front ready."""
+        """Apply a configuration. The first configuration makes the front ready."""
         self._state.limits = self._state.bodies.limits = configure.limits
         self._limit_connections()
         self._state.retries.rules = configure.retries
@@ -257,7 +257,7 @@ def _core_exited() -> None:
 
 
 async def run_front(sock: socket.socket) -> None:
-    """Serve until the core stops this front."""
+    """Serve requests until the core stops this front process."""
     front = FrontProcess(sock)
     front.start()
     await front.ended.wait()

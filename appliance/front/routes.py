@@ -53,7 +53,7 @@ _IDEMPOTENCY_KEY = {
 
 
 def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[ScopedRoute]:
-    """Return the routes. `describe` returns the OpenAPI document."""
+    """Return the API's routes. `describe` returns the OpenAPI document."""
     api = _Api(state)
 
     async def openapi(request: Request) -> Response:

@@ -236,7 +236,7 @@ class ChatMessage(RequestStruct, kw_only=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    """Body of /v1/chat/completions."""
+    """Request body of /v1/chat/completions."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = _refusing(*REFUSED, *REFUSED_IN_CHATS)
 
@@ -289,7 +289,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
-    """Body of /v1/completions."""
+    """Request body of /v1/completions."""
 
     refused: ClassVar[Mapping[str, RefusedName]] = _refusing(*REFUSED, *REFUSED_IN_COMPLETIONS)
 
@@ -324,19 +324,19 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class DeploymentChatRequest(ChatRequest, kw_only=True):
-    """Body of Azure's chat completion route. The model name is part of the path."""
+    """Request body of Azure's chat completion route. The model name is part of the path."""
 
     model: Annotated[str, _about("Ignored, because the model name is part of the path.")] = ""
 
 
 class DeploymentCompletionRequest(CompletionRequest, kw_only=True):
-    """Body of Azure's completion route. The model name is part of the path."""
+    """Request body of Azure's completion route. The model name is part of the path."""
 
     model: Annotated[str, _about("Ignored, because the model name is part of the path.")] = ""
 
 
 class TokenizeRequest(RequestStruct, kw_only=True):
-    """Body of /tokenize: either `prompt` or `messages`."""
+    """Request body of /tokenize: either `prompt` or `messages`."""
 
     model: ModelName
     prompt: str | None = None
@@ -360,7 +360,7 @@ class TokenizeRequest(RequestStruct, kw_only=True):
 
 
 class DetokenizeRequest(RequestStruct, kw_only=True):
-    """Body of /detokenize."""
+    """Request body of /detokenize."""
 
     model: ModelName
     tokens: TokenIdsField

@@ -30,7 +30,7 @@ class FrontChild:
         on_exit: Callable[[str], None],
     ) -> None:
         """Spawn the process. `on_message` is called with each message from the process, and `on_exit` with
-        the reason for its exit. If OSError is raised, all resources opened here have been released."""
+        the reason for its exit. If OSError is raised, everything opened so far has been released."""
         self.kill_reason = ""
         """Why the process is being killed, or an empty string if it is not."""
         self._on_message, self._on_exit = on_message, on_exit

@@ -83,7 +83,7 @@ class WriteLimit:
         self._unsent_bytes = sys.maxsize
 
     def stop(self) -> None:
-        """Cancel the timer."""
+        """Cancel the write timer."""
         self._timer.stop()
 
     def _late(self) -> None:
@@ -122,7 +122,7 @@ class Linger:
             self._transport.abort()
 
     def stop(self) -> None:
-        """Cancel the timer."""
+        """Cancel the timer that closes the connection."""
         self._timer.stop()
 
     def _over(self) -> None:

@@ -394,7 +394,8 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.close()
 
     def refuse(self, error: RequestError) -> None:
-        """Send an error response and close. If a response has already begun, close immediately."""
+        """Send an error response and close the connection. If a response has already begun, close
+        immediately."""
         exchange = self._exchange
         if exchange is not None and exchange.started:
             self.transport.abort()

@@ -51,12 +51,12 @@ class HeadReader:
 
     @property
     def begun(self) -> bool:
-        """Whether part of a head has arrived."""
+        """Whether part of a request head has arrived."""
         return bool(self._collected)
 
     @property
     def collected_bytes(self) -> int:
-        """Size, in bytes, of the incomplete head."""
+        """Size, in bytes, of the incomplete request head."""
         return len(self._collected)
 
     def feed(self, data: bytearray) -> RequestHead | None:

@@ -12,7 +12,7 @@ _REFERENCE = "#/components/schemas/{name}"
 
 
 class Operation(NamedTuple):
-    """The description of one route."""
+    """The OpenAPI description of one route."""
 
     summary: str
     answer: Any

@@ -50,7 +50,9 @@ def unix_peer(sock: socket.socket) -> Peer:
     than 256 groups, only the primary group is returned."""
     _, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
-    with contextlib.suppress(OSError):  # There are too many groups, or the kernel is too old.
+    with contextlib.suppress(
+        OSError
+    ):  # The peer has too many groups, or the kernel is too old to report them.
         others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
     return Peer("unix", uid, "", (gid, *gids))

@@ -17,7 +17,7 @@ class RequestParser:
         self.received = bytearray(received)
         """Received bytes not yet parsed."""
         self.head = HeadReader()
-        """The head of the next request, or None."""
+        """The head of the next request, or None if it is not complete yet."""
         self.body: Body | None = None
         """The body of the request in progress, or None if the body is complete."""
 

@@ -25,7 +25,7 @@ MAX_CHARGE_S = 0.004
 """Maximum time, in seconds, charged for one turn. An event loop iteration can take much longer than its
 turns: it also delivers tokens, and the process may have to wait for a CPU."""
 _MIN_REST_S = 0.001
-"""Resolution of the event loop's timers."""
+"""Resolution of the event loop's timers, in seconds."""
 
 
 class Source(NamedTuple):

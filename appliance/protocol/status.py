@@ -31,7 +31,7 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     """The status of a service class across all models."""
 
     name: str
-    """Name of the class, from "P0" to "P3"."""
+    """Name of the service class, from "P0" to "P3"."""
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float | None
@@ -105,7 +105,7 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     dropped: int = 0
     """Number of audit rows that could not be added to the chain and exist only in the service's log."""
     last_error: str | None = None
-    """The current error, or None if there is none."""
+    """The audit trail's current error, or None if there is none."""
 
 
 SocketName = Literal["api", "tcp", "admin", "metrics"]

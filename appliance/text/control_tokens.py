@@ -57,7 +57,7 @@ class ControlTokens:
         # Make the copy in advance: reading a large vocabulary holds the GIL for a second.
         try:
             self._copy = _RenamedCopy(backend, self.texts)
-        except Exception as error:  # The Rust extension raises plain `Exception`.
+        except Exception as error:  # The tokenizers library raises plain `Exception`.
             log.warning(
                 "special tokens in message texts cannot be neutralised and act as control tokens: %s", error
             )
@@ -94,7 +94,7 @@ class ControlTokens:
         return "".join(pieces)
 
     def _search(self, text: str, begin: int) -> re.Match[str] | None:
-        """Return the first special token that starts within the window at `begin`."""
+        """Return the first special token that starts within the search window at `begin`."""
         # Search one window at a time, because the regular expression engine holds the GIL. A search takes up
         # to 2.5 µs per character (measured with 256 special tokens and a text in which every second character
         # could begin a special token).
@@ -182,8 +182,8 @@ class _RenamedCopy:
     """A copy of a tokenizer in which the special tokens have secret names."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
-        """Raises ValueError if a token would get a different id in the copy. Errors from the tokenizers
-        library are passed on."""
+        """Copy a tokenizer. Raises ValueError if a token would get a different id in the copy. Errors from
+        the tokenizers library are passed on."""
         secret = secrets.token_hex(16)
         self.names = {text: f"{_NAME_EDGE}{secret}{n}{_NAME_EDGE}" for n, text in enumerate(texts)}
         state = json.loads(backend.to_str())

@@ -52,7 +52,7 @@ class TenantQueue(Generic[Item]):
 
     @property
     def tenants(self) -> Iterable[str]:
-        """Tenants with items, in the order in which they take turns."""
+        """Tenants with queued items, in the order in which the tenants take turns."""
         return self._waiting.keys()
 
     def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:

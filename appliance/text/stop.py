@@ -75,7 +75,7 @@ class StopSet:
                 queue.append(child)
 
     def step(self, state: int, character: str) -> int:
-        """Return the state that follows `state` when `character` is read."""
+        """Return the automaton's next state after reading `character` in `state`."""
         while True:
             child = self.children[state].get(character)
             if child is not None:

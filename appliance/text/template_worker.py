@@ -40,7 +40,7 @@ _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 
 def main() -> int:
-    """Reply to messages until the channel is closed."""
+    """Reply to the front process's messages until the channel is closed."""
     parser = argparse.ArgumentParser(prog="python -m appliance.text.template_worker", description=__doc__)
     parser.add_argument(
         "--channel", type=int, required=True, help="file descriptor of the channel to the front process"

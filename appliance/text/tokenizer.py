@@ -80,7 +80,7 @@ class Tokenizer:
             )
         try:
             backend = tokenizers.Tokenizer.from_buffer(read_regular_file(path, MAX_JSON_BYTES))
-        except Exception as error:  # The Rust extension raises plain `Exception`.
+        except Exception as error:  # The tokenizers library raises plain `Exception`.
             raise TokenizerFilesError(f"{path} is not a valid tokenizer file ({error})") from error
         backend.no_truncation()
         backend.no_padding()

@@ -59,8 +59,8 @@ MAX_JSON_BYTES = 256 << 20
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return the bytes of a file. Raises OSError, and ValueError if the file is too large or not a regular
-    file: reading a device or a named pipe may block forever."""
+    """Return the bytes of a file. Raises OSError if the file cannot be read, and ValueError if it is too
+    large or not a regular file, because reading a device or a named pipe may block forever."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

@@ -126,9 +126,9 @@ class Peaks:
         self._open: list[int] = []
         """Serial numbers of the unsettled takes, oldest first."""
         self._numbers: list[int] = []
-        """Serial number of the take that follows each peak."""
+        """For each peak, the serial number of the take that follows it."""
         self._levels: list[float] = []
-        """Level at each peak, in descending order."""
+        """The bucket's level at each peak, in descending order."""
 
     def take(self, level: float) -> int:
         """Register a take and return its serial number. `level` is the bucket's level before the take."""

@@ -15,7 +15,7 @@ class ExpectedEnds:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        """The heap may also contain finished requests and outdated end times."""
+        """A heap of running requests. It may also contain finished requests and outdated end times."""
         self._pushed = 0
 
     def expect(self, request: Request, end: float) -> None:

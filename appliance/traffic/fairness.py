@@ -142,7 +142,7 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
-        """Totals of requests that are neither held nor parked."""
+        """Totals of the waiting requests that are neither held nor parked."""
         self.weight = 0.0
         """Total weight of the tenants in the serving order."""
         self.tenants = 0
@@ -230,7 +230,7 @@ class FairQueue(Generic[Item]):
     def take(self, ticket: Ticket[Item]) -> None:
         """Remove a waiting request that is about to start and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
-        # If the request is urgent, it may have overtaken the tenant with the lowest counter.
+        # If the request is urgent, it may have overtaken the tenant with the lowest token counter.
         least = _first(self._orders[0])
         self.floor = max(self.floor, line.counter if least is None else min(line.counter, least.counter))
         line.counter += ticket.prompt_tokens / line.weight
@@ -267,7 +267,7 @@ class FairQueue(Generic[Item]):
             self._leave(line)
 
     def is_held(self, tenant: str) -> bool:
-        """True if the tenant is held."""
+        """True if the tenant's requests are held out of the serving order."""
         line = self._lines.get(tenant)
         return line is not None and line.held
 

@@ -34,14 +34,14 @@ class Forecast:
         self._computed_share = 1.0
         self._slots = 0.0
         self.replicas = 0
-        """The model's number of replicas."""
+        """Number of the model's replicas."""
         self.slots_busy = 0.0
         """Mean number of busy slots per replica."""
         self._slot_slope_s = 0.0
         self._longest_step_s = 0.0
         """Step time with all slots busy and the maximum number of prompt tokens."""
         self._prompt_s = 0.0
-        """Time to compute an average prompt."""
+        """Time, in seconds, to compute a prompt of average length."""
 
     def refresh(
         self,

@@ -73,7 +73,7 @@ class RequestLifecycle:
         self._serial = 0
 
     def set_rules(self, rules: QueueRules) -> None:
-        """Apply new rules, including to requests that are already waiting."""
+        """Apply new queue rules, including to requests that are already waiting."""
         self.rules = rules
         now = self._state.clock()
         for request in self._state.in_flight.values():

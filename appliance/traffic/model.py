@@ -156,7 +156,7 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def levels(self) -> Levels:
-        """Return the union of the replicas' sets of levels."""
+        """Return the union of all replicas' `Levels`."""
         share, accepted, slots, free = self._reserved_share(), 0, 0, 0
         for account in self.accounts:
             one = account.levels(share)

@@ -35,7 +35,7 @@ Name = tuple[QuotaScope, str]
 
 
 class Account:
-    """The buckets of one tenant or key."""
+    """The rate limit buckets of one tenant or key."""
 
     def __init__(self, scope: QuotaScope, name: str, quota: Quota, now: float) -> None:
         self.scope = scope
@@ -236,7 +236,7 @@ class Quotas:
         reservation.taken = ()
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
-        """Charge tokens and requests that were not reserved, up to the remaining amount."""
+        """Charge tokens and requests that were not reserved, but at most what remains in each bucket."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
             amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))

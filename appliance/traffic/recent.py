@@ -25,7 +25,7 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     """A request as sent by its client, and its outcome."""
 
     arrived_at: float
-    """Unix time of arrival."""
+    """Unix time at which the request arrived."""
     tenant: str
     key_id: str
     """Id of the key whose limits restrict the request; empty for a request without a key."""

@@ -19,6 +19,7 @@ class RecentTtft:
         self._recent.append((now, ttft_s))
 
     def p99_s(self, now: float) -> float | None:
-        """Return the 99th percentile, or None if no request has finished recently."""
+        """Return the 99th percentile of the times to first token, or None if no request has finished
+        recently."""
         recent = sorted(ttft_s for at, ttft_s in self._recent if at >= now - _WINDOW_S)
         return recent[min(len(recent) - 1, int(0.99 * len(recent)))] if recent else None

@@ -46,7 +46,7 @@ class ShadowSums:
 
 
 class ShadowResults:
-    """The results of all shadows."""
+    """The results of all shadow traffic."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], ShadowSums] = {}
@@ -63,7 +63,7 @@ class ShadowResults:
         return self._sums.get((name, unit)) or ShadowSums(name, unit)
 
     def add(self, done: ShadowDone) -> None:
-        """Add one copied request's result."""
+        """Add the result of one copied request."""
         sums = self._sums.setdefault((done.name, done.unit), ShadowSums(done.name, done.unit))
         if done.outcome == "dropped":
             sums.dropped += 1

@@ -111,11 +111,11 @@ class SimulatedReplica:
 
     @property
     def lag_s(self) -> float:
-        """Time until a submission sent now enters a step."""
+        """Time, in seconds, until a submission sent now would enter an engine step."""
         return _LAG_STEPS * self._step_s() if self._prompts or self._running else 0.0
 
     def submit(self, submission: SimulatedSubmission, now: float) -> None:
-        """Queue a prompt."""
+        """Add a submission to the replica's prompt queue."""
         self.advance(now)
         submission.left = submission.work
         self._prompt_tokens += submission.work
@@ -124,7 +124,7 @@ class SimulatedReplica:
         self._prompts.append(submission)
 
     def next_change(self) -> float:
-        """Return the time of the next change, or infinity if nothing is running."""
+        """Return the time of the replica's next change of state, or infinity if nothing is running."""
         step_s = self._step_s()
         changes = []
         if self._prompts:

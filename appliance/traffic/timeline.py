@@ -71,7 +71,7 @@ class Timeline(Generic[Item]):
             self._total_prompt = self._total_output = 0.0
 
     def first(self) -> Item | None:
-        """Return the item with the earliest time, or None if empty."""
+        """Return the item with the earliest time, or None if the timeline is empty."""
         return self._items[0] if self._items else None
 
     def before(self, time: float) -> tuple[float, float]:
@@ -96,7 +96,7 @@ class Promises(Generic[Item]):
         self._lasts: list[tuple[float, int]] = [(0.0, 0)]
         """Each block's greatest key (time and serial)."""
         self._works = [0.0]
-        """Each block's total work."""
+        """Total work, in seconds, of the items in each block."""
         self._slacks = [float("inf")]
         """Each block's minimum slack. An item's slack is its time minus the preceding work in the block."""
 

@@ -46,7 +46,7 @@ from store.requests import RequestRow
 MAX_REPLAY_S = 60.0
 """Time limit for a replay, in seconds."""
 _TICK_S = 0.25
-"""Interval, in seconds, at which the request manager updates its predictions, as in the service."""
+"""Interval, in seconds, at which the replayed request manager updates its predictions, as in the service."""
 _REPORT_S = 0.5
 _SETTLE_S = 600.0
 """Time, in seconds, for which a replay continues after the last arrival, so that its requests can end."""

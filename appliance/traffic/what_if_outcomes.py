@@ -12,7 +12,7 @@ from appliance.history.forecasts import Outcome, TenantForecast
 OVER_QUOTA = 429
 OVERLOADED = 503
 _COUNTED = (200, OVER_QUOTA, OVERLOADED)
-"""Requests with any other recorded status were cancelled or failed, so they have no latency to compare."""
+"""HTTP statuses of the requests to compare. Requests with any other status were cancelled or failed."""
 
 
 class RequestResult(NamedTuple):
