@@ -45,7 +45,8 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     gids: dict[int, Identity] = {}
     """Identities, keyed by group id, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """The identity of all other callers that have access to the socket. If None, they are refused."""
+    """The identity of callers that can open the socket but are in neither `uids` nor `gids`. If None, such
+    callers are refused."""
     whole: bool = True
 
 
@@ -113,8 +114,8 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
-    """The state of the request limit and the token limit that are closest to exhaustion. None means that
-    there is no such limit."""
+    """The request limit and the token limit that are closest to exhaustion, and what remains of them. None
+    means that there is no such limit."""
 
     limit_requests: int | None
     remaining_requests: int | None

@@ -251,7 +251,7 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
 
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
-    """A front process's state. A report is sent every half second. Additional reports are sent before
+    """A front process's report of its state, sent every half second. Additional reports are sent before
     `FrontReady`, when routes have taken effect, and when requests begin to wait for a name whose model is not
     loaded."""
 

@@ -20,7 +20,7 @@ _IN_CHECKPOINTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """Default sampling parameters for requests that do not set them. They take precedence over the
-    checkpoint's `generation_config.json`. A change applies to requests that arrive after the change."""
+    checkpoint's `generation_config.json`. A change affects only requests that arrive after it."""
 
     temperature: Temperature | None = None
     """Sampling temperature. 0 selects greedy decoding. Default: the checkpoint's value, otherwise 1."""

@@ -118,7 +118,7 @@ class _FirstResponse(GenerationResponse):
 
 
 def _log_retry(state: AppState, context: RequestContext, run: KeyedRun, was_running: bool) -> None:
-    # The row that `Retried` adds is this request's only row in the log.
+    # `Retried` adds this request's only row in the log.
     context.admitted = True
     context.request_class = run.request_class
     state.to_core(

@@ -49,7 +49,7 @@ class RequestMemory:
         self._total = 0
 
     def hold(self, connection: HeadHolder, size: int) -> None:
-        """Record that the connection currently holds `size` bytes."""
+        """Record that the connection's requests currently take up `size` bytes of memory."""
         self._total -= self._sizes.pop(connection, 0)
         if size <= SMALL_REQUEST_BYTES:
             return

@@ -124,14 +124,15 @@ class Peaks:
     def __init__(self) -> None:
         self._takes = 0
         self._open: list[int] = []
-        """Serial numbers of the unsettled takes, oldest first."""
+        """Serial numbers of the takes (amounts taken for requests) not yet settled, oldest first."""
         self._numbers: list[int] = []
         """For each peak, the serial number of the take that follows it."""
         self._levels: list[float] = []
         """The bucket's level at each peak, in descending order."""
 
     def take(self, level: float) -> int:
-        """Register a take and return its serial number. `level` is the bucket's level before the take."""
+        """Register an amount taken for a request (a take) and return its serial number. `level` is the
+        bucket's level before the take."""
         number = self._takes
         self._takes += 1
         if self._open:
@@ -146,7 +147,7 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Settle a take. `unused` is the amount that was taken but not used. Return the highest level since
+        """Settle a take, of which the amount `unused` was not used. Return the bucket's highest level since
         the take, or -inf if there was no later take."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
@@ -158,8 +159,8 @@ class Peaks:
         return peak
 
     def _close(self, number: int, first: int) -> None:
-        """Remove the settled take `number`, and the peaks that are no longer needed by any unsettled take.
-        `first` is the index of the first peak after the settled take."""
+        """Remove the settled take `number` and the peaks that no unsettled take needs any longer. `first` is
+        the index of the first peak after the settled take."""
         numbers, levels = self._numbers, self._levels
         at = bisect_left(self._open, number)
         before = self._open[at - 1] if at else -1

@@ -31,7 +31,8 @@ _NEARLY_EQUAL_PART = 8
 """Two replicas are treated as having the same number of free slots if the difference is at most a replica's
 slot count divided by this number."""
 _MAX_PROMISED = 0.8
-"""Maximum share of the service promised to requests with deadlines. The rest is left for later arrivals."""
+"""Maximum share of a model's capacity promised to requests with deadlines. The remaining capacity is left for
+later arrivals."""
 _UNKNOWN_RUN_S = 1.0
 
 

@@ -1,4 +1,4 @@
-"""Measures one model's recent load: what share of the model's service each class receives, how much service
+"""Measures one model's recent load: what share of the model's capacity each class uses, how much service
 new requests need, and the mean token counts of recently started requests."""
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Offered load, as a fraction of capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to stay
 the same. At `_FULL_LOAD` and above, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
-"""Minimum share of the service for each class, even if higher-priority classes could use all of it."""
+"""Minimum share of the model's capacity for each class, even if higher-priority classes could use all of
+it."""
 _OF_THE_NEW = 0.02
 """Weight of the newest request in the running means."""
 _PROMISED_MARGIN = 1.25
@@ -35,9 +36,9 @@ class ServiceLoad:
     def __init__(self) -> None:
         self._taken_s = [0.0] * CLASSES
         """Outstanding service of started requests, by class. Long requests are spread over several ticks, so
-        that they never appear to use the whole service."""
+        that they never appear to use the whole capacity."""
         self._busy = [0.0] * CLASSES
-        """Each class's recent share of the service."""
+        """Each class's recent share of the model's capacity."""
         self._offered_s = 0.0
         """Service needed by the requests received since the last tick."""
         self._offered = DecayingMean()
@@ -53,7 +54,7 @@ class ServiceLoad:
         self._offered_s += service_s
 
     def tick(self, now: float) -> None:
-        """Update each class's share of the service and the offered load at the end of an interval."""
+        """Update each class's share of the capacity and the offered load at the end of an interval."""
         if self._ticked_at is not None and now > self._ticked_at:
             passed_s = now - self._ticked_at
             keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
@@ -66,7 +67,7 @@ class ServiceLoad:
         self._ticked_at = now
 
     def share_left(self, request_class: int, total: float = 1.0) -> float:
-        """Return the share of the service that higher-priority classes leave for this class. `total` is the
+        """Return the share of the capacity that higher-priority classes leave for this class. `total` is the
         share available to all classes."""
         return max(_MIN_SHARE, total - sum(self._busy[:request_class]))
 

@@ -171,7 +171,7 @@ class SimulatedReplica:
         return started, ended
 
     def report(self, ended: list[SimulatedSubmission]) -> Report:
-        """Return the report that the replica would send to the request manager."""
+        """Return the report that a real replica would now send to the request manager."""
         steps, seconds = self._steps, self._seconds
         self._steps, self._seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
 
