@@ -43,7 +43,7 @@ _RETRY_S = 0.5
 """Delay after a failed read. It is short so that the console reconnects quickly once the service is back."""
 _ROWS_EVERY_S = 3.0
 _DIALOG_ROWS_EVERY_S = 0.5
-"""Interval for rereading a list while an open dialog shows an impact that depends on it."""
+"""Interval for rereading a list while an open dialog shows an impact that depends on the list."""
 _CHAIN_IS_PRESENT = "only the current audit chain can be verified: type :live to return to live"
 
 

@@ -52,7 +52,7 @@ class ScreenCosts(NamedTuple):
 
     screen: str
     cpu: float
-    """The console's CPU usage, in seconds per second."""
+    """The console's CPU usage, in CPU seconds per second."""
     bytes_per_s: float
     echo_p95_ms: float
 

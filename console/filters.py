@@ -98,7 +98,7 @@ def matcher(
 
 
 def _comparison(term: str, fields: Sequence[FilterField], sorted_by: str) -> _Comparison | None:
-    """Parse a term as a comparison. Return None if it is not one."""
+    """Parse a filter term as a comparison. Return None if the term is not a comparison."""
     if found := _EQUALS.match(term):
         return None if found["negation"] else _Comparison(_field(found["field"], fields), "=", found["text"])
     found = _COMPARE.match(term)

@@ -25,7 +25,7 @@ _MIN_TABS_HEIGHT = 8
 """Minimum terminal height at which the tabs are shown."""
 _MAX_MESSAGE_ROWS = 4
 _IMPORTANT_KEYS = ("help", "quit", "command", "actions", "variant")
-"""Commands shown in the footer even if the terminal is too narrow for the others."""
+"""Commands shown in the footer even if the terminal is too narrow to show all commands."""
 
 
 @dataclass

@@ -89,7 +89,7 @@ def chart(
 ) -> list[Line]:
     """Return a chart of the newest values, with the newest at the right edge. `top` is the value at the upper
     edge; by default, it is the largest value, rounded up. Unknown values are shown as gaps, and times before
-    the first value are left empty. `phase` is the index of the newest value. If it is given, the same two
+    the first value are left empty. `phase` is the index of the newest value. With `phase`, the same two
     values keep sharing a braille character as the chart moves. The whole chart is then redrawn only for every
     second value."""
     columns = per_cell(glyphs)

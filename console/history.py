@@ -69,7 +69,8 @@ class History:
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
         self.batches: dict[str, deque[Batch]] = {}
-        """Each replica's newest slices, oldest first. A slice covers at least a second."""
+        """Each replica's newest time slices of step statistics, oldest first. A slice covers at least a
+        second."""
         self.resolution_s = 0
         """Resolution of recorded history, in seconds; 0 for live snapshots."""
         self.interval_s = 1.0
@@ -109,7 +110,7 @@ class History:
         self._add_batches(snapshot.batches, snapshot.at)
 
     def _fill_gap(self, until: float) -> None:
-        """If the newest point is too old, add unknown points for the time since then."""
+        """If the newest point is too old, add points with unknown values for the time since then."""
         if not self.points or until - self.points[-1].at < _MAX_STEPS * self.step_s:
             return
         last, step_s = self.points[-1].at, self.step_s

@@ -128,7 +128,7 @@ def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:
     by = silence.created_by + (f" ({silence.reason})" if silence.reason else "")
     return [
         f"rule {silence.rule} on {silence.subject} until {units.date(silence.until)}, by {by}",
-        f"{count} active alert{' is' if count == 1 else 's are'} currently silenced by it",
+        f"this silence currently covers {count} active alert{'' if count == 1 else 's'}",
     ]
 
 
@@ -218,7 +218,7 @@ def _requests_of(
 
 
 def _load(requests: list[UnfinishedRequest], consequences: list[str] | None = None) -> list[str]:
-    """Describe requests: their number, tenants and tokens. If there are any, add the lines in
+    """Describe the number, tenants and tokens of requests. If there are requests, add the lines in
     `consequences`."""
     if not requests:
         return ["no running or queued requests are affected"]

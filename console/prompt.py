@@ -28,7 +28,7 @@ class Closed(NamedTuple):
     text: str | None
     """The entered text, or None if the operator cancelled."""
     before: str
-    """The line's text when it was opened."""
+    """The text in the input line when the line was opened."""
 
 
 class PromptLine(Input):

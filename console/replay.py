@@ -85,7 +85,7 @@ class ReplaySource:
         return await self.seek(at + _HALF_MS)
 
     async def play(self) -> Snapshot:
-        """Advance by the interval times the speed, skipping gaps in the recording."""
+        """Advance playback by the interval times the playback speed, skipping gaps in the recording."""
         assert self.instant is not None
         following = self.instant.next
         if following is None:
@@ -102,7 +102,7 @@ class ReplaySource:
             return await self.seek(following + _HALF_MS)
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list as it was at the displayed time."""
+        """Return the rows of a list as of the displayed time."""
         if self.instant is None:
             raise SourceError("no sample has been read yet")
         return await self._recording.rows(name, self.instant.snapshot.at)

@@ -250,8 +250,8 @@ class ConsoleSession:
         return True
 
     def jump(self, letter: str) -> None:
-        """Leave jump mode and go to the row or panel with this letter, if any. Keys that are not characters
-        have no letter."""
+        """Leave jump mode and go to the row or panel labelled with `letter`, if there is one. `letter` is
+        empty for keys that are not characters."""
         self.stop_jumping()
         view = self.view
         if not letter or letter not in JUMP_LETTERS or not view.jump(JUMP_LETTERS.index(letter)):

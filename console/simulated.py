@@ -173,7 +173,7 @@ class SimLimit:
     name: str
     capacity: float
     period_s: float
-    """Time needed to refill the full capacity."""
+    """Time needed to refill the allowance completely."""
     level: float = 0.0
     """Tokens that were used and have not been refilled yet."""
 

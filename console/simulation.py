@@ -43,7 +43,7 @@ _PREFILL_TOKENS_PER_S = 6000
 _MAX_DISPATCH_S = 0.08
 """Maximum time a request spends in the queue if a slot is free."""
 _MAX_STEP_FACTORS = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
-"""Possible durations of a slice's longest step, as multiples of the mean."""
+"""Possible durations of a time slice's longest step, as multiples of the mean step time."""
 _MAX_STALLS = 16
 
 

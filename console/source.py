@@ -33,7 +33,7 @@ ListName = Literal[
     "rules",
 ]
 """Lists that are not part of snapshots. Each is read when its screen is shown. "rules" contains the alert
-rules. The command line offers their names as completions."""
+rules, whose names the command line offers as completions."""
 
 
 RowLevel = Literal[LineLevel, FindingLevel, ""]
@@ -87,7 +87,7 @@ class SnapshotSource(Protocol):
     """Interval between snapshots, in seconds."""
     reads_blocks: bool
     """Whether a running service's snapshots contain individual KV blocks and each request's blocks. The
-    service collects these only on request."""
+    service collects this data only on demand."""
 
     @property
     def kind(self) -> Literal["live", "demo", "replay"]:

@@ -105,8 +105,8 @@ class StoredRecording:
         raise UnsupportedListError(NOT_RECORDED)
 
     def _finished(self, until: float) -> list[NamedRequest]:
-        """Return the requests that had finished by this time, most recent arrivals first. The log is ordered
-        by arrival, so it can also contain requests that finished later. These are skipped."""
+        """Return the requests that had finished by this time, most recent arrivals first. The request log is
+        ordered by arrival, so requests that finished later must be skipped."""
         query = RequestLogQuery(until=until, state="ended", limit=MAX_PAGE_ROWS)
         found: list[NamedRequest] = []
         for _ in range(_PAGES):

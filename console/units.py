@@ -99,7 +99,7 @@ def size(value: float | None) -> str:
 
 
 def about(where: str, description: str) -> str:
-    """Return a condition's description, adding the subject's name unless the description contains it."""
+    """Return the description of an alert, adding the subject's name unless the description contains it."""
     return description if where in description else f"{where}: {description}"
 
 

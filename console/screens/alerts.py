@@ -34,7 +34,8 @@ class ListedAlert(NamedTuple):
 
     @property
     def age_s(self) -> float | None:
-        """How long the condition has held or, if it has ended, how long it held, in seconds."""
+        """How long the alert's condition has held or, if the condition has ended, how long it held, in
+        seconds."""
         if self.alert.since is None:
             return None
         return max(0.0, (self.now if self.alert.ended_at is None else self.alert.ended_at) - self.alert.since)

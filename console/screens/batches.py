@@ -227,7 +227,7 @@ def _existing(context: Context) -> list[str]:
 
 
 def _stopped(context: Context, name: str) -> str:
-    """Return a replica's state if it reports no steps, otherwise an empty string."""
+    """Return a replica's state if the replica reports no steps, otherwise an empty string."""
     snapshot = context.snapshot
     if snapshot is None or any(one.replica == name for one in snapshot.batches):
         return ""

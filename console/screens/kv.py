@@ -268,7 +268,8 @@ class KvView(View):
     def _meanings(
         self, context: Context, blocks: BlockMap, width: int, tenants: list[Line], size: str
     ) -> list[Line]:
-        """Return the meanings of the characters as lines that start with `size`."""
+        """Return legend lines that explain the map's characters. The first line starts with the text
+        `size`."""
         marks = _LETTERS[context.glyphs]
         row: Line = [span(f"{size}  ", "dim")] if size else []
         if self.variant == "tenant":

@@ -44,7 +44,7 @@ class TableColumn(NamedTuple):
     rank: Callable[[Any], Cell] | None = None
     """Returns the value to sort a row by, if it differs from `value`."""
     fact: str = ""
-    """The value's name in small terminals. By default, the heading."""
+    """The value's name in small terminals; by default, the column's heading."""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -80,7 +80,7 @@ class TableView(View, Generic[R]):
         super().__init__()
         self.filter = ""
         self.error = ""
-        """Why the filter is invalid."""
+        """Why the filter is invalid, or an empty string."""
         self.marks: set[str] = set()
         self.ended_marks = 0
         """Number of marked rows that have disappeared since the operator last changed the marks."""

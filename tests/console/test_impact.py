@@ -441,7 +441,7 @@ def test_the_impact_of_ending_a_silence_names_it_and_its_end_is_noticed() -> Non
     before = replace(before, rows={"silences": [silence]})
     assert lines_of("alerts.unsilence", "s1", before) == [
         f"rule replica-* on * until {units.date(1_800_000_000.0)}, by ops (repair)",
-        "1 active alert is currently silenced by it",
+        "this silence currently covers 1 active alert",
     ]
     after = replace(before, rows={"silences": []})
     assert "silence changed from active to ended" in change_of("alerts.unsilence", "s1", before, after)
