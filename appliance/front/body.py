@@ -40,7 +40,7 @@ class ClientDisconnected(Exception):
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
-    """Receive, parse and validate a request's body. Raises `ApiError` if the body is refused, or
+    """Receive, parse and validate a request's body. Raises `ApiError` if the body is invalid or too large, or
     `ClientDisconnected` if the client disconnects first."""
     return parse_body(await receive_body(request, max_bytes), model, max_bytes, context_of(request))
 

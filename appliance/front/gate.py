@@ -24,7 +24,7 @@ _MAX_DEADLINE_MS = 86_400_000
 
 
 class Gate:
-    """ASGI middleware around the whole application that rejects callers without an identity, except on
+    """ASGI middleware that wraps the whole application and rejects callers without an identity, except on
     `open_paths`. `IdentityTable.tenant_of` has already identified the caller."""
 
     def __init__(self, app: ASGIApp, state: AppState, open_paths: frozenset[str]) -> None:

@@ -97,8 +97,8 @@ async def answer(
 
 
 class _FirstResponse(GenerationResponse):
-    """The response to the first request with an idempotency key, which the `KeyedRun` also stores for
-    retries."""
+    """The response to the first request with an idempotency key. The `KeyedRun` also stores this response,
+    for retries."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask, run: KeyedRun) -> None:
         super().__init__(state, context, task)

@@ -252,7 +252,7 @@ class FrontProcess:
 
 
 def _core_exited() -> None:
-    """Exit immediately because the core has exited, which closes all client connections."""
+    """Exit immediately, closing all client connections, because the core has exited."""
     os._exit(0)
 
 

@@ -37,8 +37,8 @@ class FrontEvents(Protocol):
         `HandOver`)."""
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        """Read the prompts and answers in a memory file from the front and store them. The caller then closes
-        the file's descriptor."""
+        """Store the prompts and answers that the front has sent in a memory file. The caller then closes the
+        file's descriptor."""
 
     def front_progress(self, front: Front, message: FrontProgress) -> None:
         """Called with the front's reply to `AskProgress`."""

@@ -93,8 +93,8 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     recorded_rows: int = 0
     """Number of rows proven unchanged by chain heads recorded outside the database."""
     spooled: int = 0
-    """Number of audit rows that the database has not yet accepted. They are added to the chain once it
-    accepts them."""
+    """Number of audit rows that the database has not yet accepted. Once accepted, they are added to the
+    chain."""
     spooled_since: float | None = None
     """Unix time at which the oldest row not yet accepted by the database was spooled."""
     places: list[str] = []

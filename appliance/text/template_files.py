@@ -1,4 +1,4 @@
-"""Reads the chat templates in a model folder, which a separate process then compiles."""
+"""Reads the chat templates in a model folder. A separate process compiles the templates."""
 
 from __future__ import annotations
 

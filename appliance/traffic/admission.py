@@ -17,8 +17,8 @@ from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.levels import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
-"""Maximum ratio of a tenant's waiting requests to the queue's remaining capacity, which prevents a single
-tenant from filling the queue (Choudhury and Hahne's dynamic threshold, 1998)."""
+"""Maximum ratio of a tenant's waiting requests to the queue's remaining capacity, to prevent a single tenant
+from filling the queue (Choudhury and Hahne's dynamic threshold, 1998)."""
 _MAX_RETRY_S = 120.0
 """Longest retry delay, in seconds, that OpenAI's clients honour."""
 _DRAIN_RETRY_S = 5.0

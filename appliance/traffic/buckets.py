@@ -126,7 +126,7 @@ class Peaks:
         self._open: list[int] = []
         """Serial numbers of the takes (amounts taken for requests) not yet settled, oldest first."""
         self._numbers: list[int] = []
-        """For each peak, the serial number of the take that follows it."""
+        """For each peak of the bucket's level, the serial number of the take that follows."""
         self._levels: list[float] = []
         """The bucket's level at each peak, in descending order."""
 
@@ -147,8 +147,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Settle a take, of which the amount `unused` was not used. Return the bucket's highest level since
-        the take, or -inf if there was no later take."""
+        """Settle a take (an amount taken for a request), of which `unused` was not used. Return the bucket's
+        highest level since the take, or -inf if there was no later take."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf

@@ -103,8 +103,8 @@ class CreditAccount:
         return self._availability(share)[0][level]
 
     def levels(self, share: float) -> Levels:
-        """Return the replica's `Levels` if the fraction `share` of all slots is reserved for urgent
-        requests."""
+        """Return the replica's `Levels`, assuming that the fraction `share` of all slots is reserved for
+        urgent requests."""
         return self._availability(share)[1]
 
     def _availability(self, share: float) -> tuple[list[int], Levels]:

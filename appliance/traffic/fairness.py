@@ -228,7 +228,7 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Remove a waiting request that is about to start and charge its tenant for the prompt."""
+        """Remove a waiting request because it is about to start, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         # If the request is urgent, it may have overtaken the tenant with the lowest token counter.
         least = _first(self._orders[0])
@@ -267,7 +267,7 @@ class FairQueue(Generic[Item]):
             self._leave(line)
 
     def is_held(self, tenant: str) -> bool:
-        """True if the tenant's requests are held out of the serving order."""
+        """True if the tenant's requests are currently excluded from the serving order."""
         line = self._lines.get(tenant)
         return line is not None and line.held
 

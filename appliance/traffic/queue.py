@@ -128,7 +128,8 @@ class RequestQueue(Generic[Item]):
         return found is not None and found.ticket is ticket
 
     def take(self, ticket: Ticket[Item], now: float) -> None:
-        """Remove a request that is starting and update the reserved shares of classes with late requests."""
+        """Remove a request because it is starting, and update the reserved shares of classes with late
+        requests."""
         number = ticket.request_class
         self.classes[number].take(ticket)
         self._forget(ticket)

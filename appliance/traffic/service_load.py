@@ -54,7 +54,8 @@ class ServiceLoad:
         self._offered_s += service_s
 
     def tick(self, now: float) -> None:
-        """Update each class's share of the capacity and the offered load at the end of an interval."""
+        """Update the offered load, and each class's share of the model's capacity, at the end of an
+        interval."""
         if self._ticked_at is not None and now > self._ticked_at:
             passed_s = now - self._ticked_at
             keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
@@ -67,8 +68,8 @@ class ServiceLoad:
         self._ticked_at = now
 
     def share_left(self, request_class: int, total: float = 1.0) -> float:
-        """Return the share of the capacity that higher-priority classes leave for this class. `total` is the
-        share available to all classes."""
+        """Return the share of the model's capacity that higher-priority classes leave for this class. `total`
+        is the share available to all classes."""
         return max(_MIN_SHARE, total - sum(self._busy[:request_class]))
 
     @property
