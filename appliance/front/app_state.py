@@ -23,6 +23,7 @@ from appliance.text.fair_queue import TextMemory, WorkPool
 
 if TYPE_CHECKING:
     from appliance.front.request_context import RequestContext
+    from appliance.front.stream import EventStream
 
 MAX_TEXT_BYTES = 16 << 20
 """Maximum total size, in bytes, of prompts waiting to be encoded. Tenants with waiting prompts get equal
@@ -77,7 +78,8 @@ class AppState:
         self.requests = 0
         self.tokens = 0
         self.streams = 0
-        self._unflushed: list[Callable[[], None]] = []
+        self._unflushed: dict[EventStream, None] = {}
+        """Streams with output to write, in order of their oldest output."""
         self.background = Background()
 
     def reject(self, context: RequestContext, error: ApiError) -> None:
@@ -99,14 +101,14 @@ class AppState:
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 
-    def flush_soon(self, flush: Callable[[], None]) -> None:
-        """Call `flush` once all messages waiting in the channels have been processed, so that each stream's
-        new outputs are sent as one chunk."""
+    def flush_soon(self, stream: EventStream) -> None:
+        """Flush the stream once all messages waiting in the channels have been processed, so that its new
+        outputs are sent as one chunk."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unflushed.append(flush)
+        self._unflushed[stream] = None
 
     def _flush(self) -> None:
-        flushes, self._unflushed = self._unflushed, []
-        for flush in flushes:
-            flush()
+        streams, self._unflushed = self._unflushed, {}
+        for stream in streams:
+            stream.flush()

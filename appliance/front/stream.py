@@ -50,7 +50,6 @@ class EventStream:
         self._state = generation.state
         self._is_open = False
         self._waiting: list[Sample] = []
-        self._scheduled = False
         self._held = 0
         self._echoed: dict[int, PromptLogprobs] = {}
         """For each sample, the log probabilities of its echoed prompt."""
@@ -88,7 +87,7 @@ class EventStream:
         if not self._is_open:
             return
         if self._connection.writable:
-            self._schedule()
+            self._state.flush_soon(self)
         else:
             self._held += 1
             if self._held > self._max_held:
@@ -97,39 +96,27 @@ class EventStream:
     def ended(self) -> None:
         """Finish the stream, because the generation has ended."""
         if self.generation.left:
-            self.done.set()
+            self._finish()
         elif self._is_open:
-            self._schedule()
+            self._state.flush_soon(self)
 
     # ── writing to the client ──
 
     def open(self) -> None:
         """Start writing events. The response head must already have been written."""
-        self._is_open = True
+        self._is_open = not self.done.is_set()
         self._connection.on_writable = self.flush
         self.flush()
 
     def flush(self) -> None:
         """Write the waiting events, unless the client's socket is full."""
-        try:
-            self._flush()
-        except Exception:
-            # An error in one stream must not affect others waiting to be flushed.
-            log.exception(
-                "request %s: failed to create the stream's events", self.generation.context.request_id
-            )
-            self.generation.client_disconnected()
-            self._connection.abort()
-
-    def _flush(self) -> None:
-        self._scheduled = False
-        if self.done.is_set() or not self._is_open or not self._connection.writable:
+        if not self._is_open or not self._connection.writable:
             return
-        self._held = 0
         generation = self.generation
-        events: list[bytes] = []
-        spent = 0
-        if self._waiting:
+        try:
+            self._held = 0
+            events: list[bytes] = []
+            spent = 0
             waiting, self._waiting = self._waiting, []
             for position, sample in enumerate(waiting):
                 if spent >= _MAX_COST:
@@ -137,36 +124,45 @@ class EventStream:
                     break
                 sample.waiting = False
                 spent += self._build(sample, events)
-        last = False
-        if spent >= _MAX_COST and self._waiting:
-            # This stream's remaining events are written after other streams have been flushed.
-            self._schedule()
-        elif generation.failure is not None:
-            events.append(b"data: " + generation.failure.document() + b"\n\n")
-            last = True
-        elif not self._unfinished:
-            if self._task.include_usage:
-                events.append(self._head + b'],"usage":' + _encode(usage(generation)) + b"}\n\n")
-            events.append(b"data: [DONE]\n\n")
-            last = True
-        if events:
-            self._connection.write_chunk(b"".join(events) if len(events) > 1 else events[0])
-            self.wrote_at = generation.last_token_at
-            if generation.first_bytes_at is None:
-                generation.first_bytes_at = time.monotonic()
-        if last:
-            # Report the request's end now, because clients disconnect after reading the last event without
-            # waiting for the end of the response.
-            if generation.failure is not None:
-                generation.settle(generation.failure.status, generation.failure.message)
-            else:
-                generation.settle(200)
-            self.done.set()
+            last = False
+            if spent >= _MAX_COST and self._waiting:
+                # This stream's remaining events are written after other streams have been flushed.
+                self._state.flush_soon(self)
+            elif generation.failure is not None or not self._unfinished:
+                events.append(self._last_event())
+                last = True
+            if events:
+                self._connection.write_chunk(b"".join(events) if len(events) > 1 else events[0])
+                self.wrote_at = generation.last_token_at
+                if generation.first_bytes_at is None:
+                    generation.first_bytes_at = time.monotonic()
+            if last:
+                # Report the request's end now, because clients disconnect after reading the last event
+                # without waiting for the end of the response.
+                if generation.failure is not None:
+                    generation.settle(generation.failure.status, generation.failure.message)
+                else:
+                    generation.settle(200)
+                self._finish()
+        except Exception:
+            # An error in one stream must not affect others waiting to be flushed.
+            log.exception("request %s: failed to create the stream's events", generation.context.request_id)
+            generation.client_disconnected()
+            self._connection.abort()
 
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._state.flush_soon(self.flush)
+    def _last_event(self) -> bytes:
+        failure = self.generation.failure
+        if failure is not None:
+            return b"data: " + failure.document() + b"\n\n"
+        counts = b""
+        if self._task.include_usage:
+            counts = self._head + b'],"usage":' + _encode(usage(self.generation)) + b"}\n\n"
+        return counts + b"data: [DONE]\n\n"
+
+    def _finish(self) -> None:
+        """Write no further events, and mark the stream as done."""
+        self._is_open = False
+        self.done.set()
 
     def _build(self, sample: Sample, events: list[bytes]) -> int:
         """Append the sample's next events to `events` and return their cost. Events beyond the limit are left
