@@ -1,5 +1,5 @@
-"""Background tasks, timers and time limits on the event loop, delays before process restarts, and limits on
-processing time."""
+"""Background tasks and timers on the event loop, delays before process restarts, and limits on processing
+time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import math
 import random
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -22,9 +20,7 @@ _HEALTHY_S = 30.0
 _JITTER = 0.2
 """Maximum jitter, as a fraction of the delay. Without jitter, processes that exited together would keep
 restarting at the same moment."""
-_POLL_S = 0.01
-_PAUSE_S = 1.0
-"""If the running time has not been read for longer than this, in seconds, the core itself was paused."""
+_POLL_S = 0.05
 
 
 Result = TypeVar("Result")
@@ -48,35 +44,12 @@ async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
         return await asyncio.wrap_future(future)
 
 
-class RunningTime:
-    """Measures how long the core has been running, for limits on other processes' answers. While the core is
-    paused, for example with its virtual machine, messages wait in sockets, and timers may run before the
-    messages are read. A pause of any length therefore counts as one second."""
-
-    def __init__(self) -> None:
-        self._read_at = math.inf  # The time before the first reading does not count.
-        self._running_s = 0.0
-
-    def __call__(self) -> float:
-        """Return the running time in seconds. Must be called a few times per second."""
-        now = time.monotonic()
-        since_s, self._read_at = now - self._read_at, now
-        if since_s > _PAUSE_S:
-            log.warning("the core did not run for %.1f s; the machine was paused or is overloaded", since_s)
-        self._running_s += max(0.0, min(since_s, _PAUSE_S))
-        return self._running_s
-
-
-running_s = RunningTime()
-
-
-async def wait_until(done: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Wait until `done` returns true or `timeout_s` seconds of running time have passed. A `timeout_s` of
-    None means no limit. Return the last result of `done`."""
-    deadline = running_s() + (math.inf if timeout_s is None else timeout_s)
-    while not (result := done()) and running_s() < deadline:
+async def wait_until(done: Callable[[], bool], timeout_s: float | None) -> None:
+    """Wait until `done` returns true or `timeout_s` seconds have passed. A `timeout_s` of None means no
+    limit."""
+    deadline = asyncio.get_running_loop().time() + (float("inf") if timeout_s is None else timeout_s)
+    while not done() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
-    return result
 
 
 class Background:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from appliance.background import wait_until
 from appliance.core.drains import Drains
 from appliance.front_pool.listeners import Listeners
 from appliance.front_pool.pool import FrontPool
@@ -28,6 +28,9 @@ from store.policies import Policies
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_PAUSE_S = 2.0
+"""If a tick is later than this, in seconds, the core itself was paused, for example with its virtual
+machine."""
 _COUNT_WITHIN_S = 1.0
 """Maximum time, in seconds, to wait for replicas to report the last requests' token counts before the service
 stops."""
@@ -47,6 +50,8 @@ class Controller:
     drains: Drains
     _applied_policies: Policies | None = field(default=None, init=False)
     _tick_timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    _ticked_at: float = field(default=0.0, init=False)
+    _check_skipped: bool = field(default=False, init=False)
 
     def start(self) -> None:
         """Start all processes. Connections are accepted once a front is ready."""
@@ -54,6 +59,7 @@ class Controller:
         # Start replicas first, because they take longer to start than fronts.
         self.models.start()
         self.fronts.start()
+        self._ticked_at = time.monotonic()
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
@@ -66,7 +72,9 @@ class Controller:
         self.listeners.close()
         await self.fronts.stop()
         in_flight = self.requests.state.in_flight
-        await wait_until(lambda: not in_flight, _COUNT_WITHIN_S)
+        deadline = time.monotonic() + _COUNT_WITHIN_S
+        while in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
         await self.models.stop()
         if self._tick_timer is not None:
             self._tick_timer.cancel()
@@ -86,8 +94,16 @@ class Controller:
 
     def _tick(self) -> None:
         self._tick_timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        now = time.monotonic()
+        since_s, self._ticked_at = now - self._ticked_at, now
         self.requests.expire()
-        self.fronts.check()
-        self.models.check()
+        self._check_skipped = since_s > _TICK_S + _PAUSE_S and not self._check_skipped
+        if self._check_skipped:
+            # Check processes at the next tick, even if it is late too. By then, the reports that they sent
+            # during the pause have been read, without which every process would look hung.
+            log.warning("the core did not run for %.1f s; the machine was paused or is overloaded", since_s)
+        else:
+            self.fronts.check()
+            self.models.check()
         self.listeners.update()
         self.apply_policies()

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Literal, NamedTuple, Protocol
 
-from appliance.background import running_s, wait_until
 from appliance.protocol import DrainState
 from appliance.settings import Settings
 from appliance.traffic.request_manager import RequestManager
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.02
 _ANNOUNCED_WITHIN_S = 2.0
 """A drain proceeds without the fronts that have not reported "not ready" after this many seconds."""
 _ABORT_WITHIN_S = 3.0
@@ -115,7 +115,7 @@ class Drain:
         """Time in seconds until unfinished requests are ended."""
         if self._grace_ends_at is None:
             return self.grace_s
-        return max(0.0, self._grace_ends_at - running_s())
+        return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
         """Take over the progress of an earlier drain, but use this drain's grace period."""
@@ -131,7 +131,7 @@ class Drain:
             await self._tools.fronts.applied(_ANNOUNCED_WITHIN_S)
             await self._poll(lambda: False, self._notice_s)
         requests.pause_admission(self.model, self.reason, hold=self.hold)
-        self.state, self._grace_ends_at = "draining", running_s() + self.grace_s
+        self.state, self._grace_ends_at = "draining", time.monotonic() + self.grace_s
         left = len(list(requests.state.unfinished(self.model)))
         log.info("draining %s: %d unfinished requests have %g s to finish", self.name, left, self.grace_s)
         if not await self._poll(self._finished, self.grace_s):
@@ -154,8 +154,10 @@ class Drain:
     async def _poll(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until `done` returns true or `hurry` is set, but at most `timeout_s` seconds. Return the last
         result of `done`."""
-        await wait_until(lambda: done() or self._hurry.is_set(), timeout_s)
-        return done()
+        deadline = time.monotonic() + timeout_s
+        while not (result := done()) and time.monotonic() < deadline and not self._hurry.is_set():
+            await asyncio.sleep(_POLL_S)
+        return result
 
 
 class DrainError(Exception):

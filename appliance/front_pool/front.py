@@ -9,11 +9,12 @@ import asyncio
 import logging
 import os
 import resource
+import time
 from collections.abc import Iterable
 
 import msgspec
 
-from appliance.background import Backoff, running_s
+from appliance.background import Backoff
 from appliance.channel.core_messages import AttachReplica, ClientConnection, Configure, CoreToFront, StopFront
 from appliance.channel.front_messages import (
     FrontProgress,
@@ -150,12 +151,12 @@ class Front:
 
     @property
     def _silent_s(self) -> float:
-        return running_s() - self._last_sign
+        return time.monotonic() - self._last_sign
 
     @property
     def _starting_s(self) -> float:
         """How long the front has been starting, in seconds, or 0 if it is not starting."""
-        return running_s() - self._started_at if self.state == "starting" else 0.0
+        return time.monotonic() - self._started_at if self.state == "starting" else 0.0
 
     # ── start and stop ──
 
@@ -165,7 +166,7 @@ class Front:
         self.state, self.detail = "starting", ""
         self._report, self._ready_at = None, None
         self._given, self._refusals, self._receives_connections = 0, RefusalWatch(), True
-        self._started_at = self._last_sign = running_s()
+        self._started_at = self._last_sign = time.monotonic()
         try:
             child = FrontChild(self._module, self.name, self.log_level, self._message, self._exited)
         except OSError as error:
@@ -247,7 +248,7 @@ class Front:
             self.kill(f"it was not ready within {self._starting_s:.0f} s of its start (load_timeout_s)")
 
     def _message(self, message: FrontToCore) -> None:
-        self._last_sign = running_s()
+        self._last_sign = time.monotonic()
         if isinstance(message, FrontReport):
             before, self._report = self.report, message
             self._receives_connections = True
@@ -263,7 +264,7 @@ class Front:
                     self._events.front_problem(self, f"model {model!r}: {reason}")
         elif isinstance(message, FrontReady):
             if self.state == "starting":
-                self.state, self._ready_at = "ready", running_s()
+                self.state, self._ready_at = "ready", time.monotonic()
                 log.info("%s is ready", self.name)
                 self._events.front_available(self)
         elif isinstance(message, Taken):
@@ -324,7 +325,7 @@ class Front:
 
     def _restart(self, error: str) -> None:
         self.last_error = error
-        served_s = 0.0 if self._ready_at is None else running_s() - self._ready_at
+        served_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
         delay_s = self._backoff.delay_s(served_s)
         self.state, self.detail = "restarting", f"restarting in {delay_s:.1f} s"
         self.restarts += 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.background import Background, in_own_thread, wait_until
+from appliance.background import Background, in_own_thread
 from appliance.channel.served_models import ServedModel
 from appliance.models.front_routes import FrontRoutes
 from appliance.models.load_errors import LoadError, MemoryShortageError, not_loaded, outcome
@@ -375,9 +375,13 @@ class ModelOperations:
 
     async def _finish_requests(self, unit: str, grace_s: float) -> bool:
         """Wait up to `grace_s` seconds for the version's requests to finish. Return whether they have."""
-        return await wait_until(
-            lambda: not self._fronts.prepares(unit) and self._traffic.finished(unit), grace_s
-        )
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        while self._fronts.prepares(unit) or not self._traffic.finished(unit):
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
 
     # ── sleep and wake ──
 

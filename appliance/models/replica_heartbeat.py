@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.background import running_s
+import time
+
 from engine.rank_messages import LongStep, RankOutbound
 
 SILENT_AFTER_S = 3.0
@@ -25,7 +26,7 @@ class ReplicaHeartbeat:
     @property
     def silent_s(self) -> float:
         """Time in seconds since the replica's latest message or, if it has sent none, since its start."""
-        return running_s() - self._latest_at
+        return time.monotonic() - self._latest_at
 
     def hang_limit_s(self, timeout_s: float) -> float:
         """Return the number of seconds without a message after which the replica is killed: `timeout_s`, or
@@ -34,7 +35,7 @@ class ReplicaHeartbeat:
 
     def start(self) -> None:
         """Record that the replica's processes have been started."""
-        self._latest_at, self._expected_s = running_s(), 0.0
+        self._latest_at, self._expected_s = time.monotonic(), 0.0
 
     def end(self) -> None:
         """Record that the replica's processes have exited."""
@@ -42,7 +43,7 @@ class ReplicaHeartbeat:
 
     def received(self, message: RankOutbound) -> bool:
         """Record that the replica has sent a message. Return whether the replica had been silent."""
-        self._latest_at = running_s()
+        self._latest_at = time.monotonic()
         self._expected_s = message.expected_s if isinstance(message, LongStep) else 0.0
         was_silent, self.silent = self.silent, False
         return was_silent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-from appliance.background import wait_until
 from appliance.quantities import of_bytes
 from engine.client import ReplicaGroup
 from engine.rank_messages import MemoryChanged
@@ -54,8 +53,9 @@ class ReplicaSleep:
         self._pending = asyncio.get_running_loop().create_future()
         try:
             group.change_memory(asleep)
-            if await wait_until(self._pending.done, timeout_s):
-                return self._pending.result().problem
+            async with asyncio.timeout(timeout_s):
+                return (await self._pending).problem
+        except TimeoutError:
             group.kill(problem := f"it did not {'go to sleep' if asleep else 'wake'} within {timeout_s:g} s")
             return problem
         finally:

@@ -8,17 +8,15 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from appliance import background
 from appliance.actions import ACTIONS, action_named
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
-from appliance.background import Backoff, RunningTime, wait_until
+from appliance.background import Backoff
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.core.problems import Problems
 from appliance.http import Peer
@@ -88,34 +86,6 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match="run_dir"):
         prepare_directories(tmp_path / "file", tmp_path)
-
-
-def test_a_pause_counts_as_one_second_of_running_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Limits expire later for a core that is always late, but they do expire."""
-    times = iter([30.0, 30.25, 90.25, 150.25, 150.5])
-    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    running_s = RunningTime()
-    assert [running_s() for _ in range(5)] == [0.0, 0.25, 1.25, 2.25, 2.5]
-    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
-        "the core did not run for 60.0 s"
-    ] * 2
-
-
-def test_a_pause_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(background, "time", clock)
-    monkeypatch.setattr(background, "running_s", RunningTime())
-    checks = 0
-
-    def done_after_a_pause() -> bool:
-        nonlocal checks
-        checks, clock.now = checks + 1, clock.now + (60.0 if checks == 1 else 0.5)
-        return checks == 4
-
-    assert asyncio.run(wait_until(done_after_a_pause, 5.0))
-    assert not asyncio.run(wait_until(done_after_a_pause, 5.0))
 
 
 def test_delays_double_up_to_five_seconds_and_start_over_after_healthy_service() -> None:
