@@ -11,9 +11,9 @@ waiting when a request was last served, so idle tenants earn no credit.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
 from appliance.traffic.timeline import Timeline
@@ -52,6 +52,8 @@ class Ticket(Generic[Item]):
     waiting: bool = False
     parked: bool = False
     """Whether the request's key has reached its running-request limit."""
+    urgency_if_light: int = 0
+    """The request's urgency while its tenant is light. Set by `FairQueue`."""
 
 
 @dataclass(slots=True)
@@ -168,6 +170,7 @@ class FairQueue(Generic[Item]):
         if line is None:
             line = self._lines[ticket.tenant] = _Line(ticket.tenant, weight, light, self.floor)
         ticket.waiting, ticket.parked = True, False
+        ticket.urgency_if_light = self._urgency_if_light(ticket)
         self._insert(line, ticket)
 
     def remove(self, ticket: Ticket[Item]) -> None:
@@ -202,14 +205,14 @@ class FairQueue(Generic[Item]):
                 few = (one for one in range(urgency, URGENCIES) if line.count(one) <= self._max_samples)
                 found = line.first(next(few))
             else:
-                passed.append(heapq.heappop(order))
+                passed.append(heappop(order))
         for entry in passed:
-            heapq.heappush(order, entry)
+            heappush(order, entry)
         return found
 
     def urgency(self, ticket: Ticket[Item]) -> int:
         """Return a waiting request's urgency, as sent in `Submit.urgency`."""
-        return self._urgency_if_light(ticket) if self._lines[ticket.tenant].light else 0
+        return ticket.urgency_if_light if self._lines[ticket.tenant].light else 0
 
     def _urgency_if_light(self, ticket: Ticket[Item]) -> int:
         if ticket.num_seqs > self._max_samples:
@@ -221,6 +224,8 @@ class FairQueue(Generic[Item]):
         in one step. Both determine the urgency of a light tenant's requests."""
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
+            for ticket in self:
+                ticket.urgency_if_light = self._urgency_if_light(ticket)
             for line in self._lines.values():
                 line.urgent.clear()
                 for ticket in line.tickets:
@@ -359,7 +364,7 @@ class FairQueue(Generic[Item]):
     def _extract(self, line: _Line[Item], ticket: Ticket[Item]) -> None:
         line.tickets.remove(ticket.due, ticket.serial)
         line.backlog.count(ticket, -1)
-        if urgency := self._urgency_if_light(ticket):
+        if urgency := ticket.urgency_if_light:
             line.urgent[urgency].remove(ticket.due, ticket.serial)
             if not line.urgent[urgency]:
                 del line.urgent[urgency]
@@ -371,7 +376,7 @@ class FairQueue(Generic[Item]):
                 self._reorder(line)
 
     def _add_urgent(self, line: _Line[Item], ticket: Ticket[Item]) -> None:
-        if urgency := self._urgency_if_light(ticket):
+        if urgency := ticket.urgency_if_light:
             tickets = line.urgent.setdefault(urgency, Timeline())
             tickets.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
@@ -397,11 +402,12 @@ class FairQueue(Generic[Item]):
         line.entry = self._entries
         line.reach = self._reach(line)
         orders = self._orders[: line.reach.first + 1] + self._overtaking[1 : line.reach.overtaking + 1]
+        new, max_entries = (line.counter, line.entry, line), 2 * self.tenants + 64
         for order in orders:
-            heapq.heappush(order, (line.counter, line.entry, line))
-            if len(order) > 2 * self.tenants + 64:
+            heappush(order, new)
+            if len(order) > max_entries:
                 order[:] = [entry for entry in order if entry[2].entry == entry[1]]
-                heapq.heapify(order)
+                heapify(order)
 
     def _reorder(self, line: _Line[Item]) -> None:
         """Push a new heap entry for the tenant if its `_Reach` has changed."""
@@ -413,7 +419,7 @@ class FairQueue(Generic[Item]):
             return _NO_REACH
         first, highest = line.tickets.first(), max(line.urgent)
         overtaking = highest if len(line.urgent[highest]) <= self._max_samples else 0
-        return _Reach(0 if first is None else self._urgency_if_light(first), overtaking)
+        return _Reach(0 if first is None else first.urgency_if_light, overtaking)
 
 
 def _due(ticket: Ticket[Item]) -> tuple[float, int]:
@@ -425,5 +431,5 @@ def _first(order: list[_Entry[Item]]) -> _Line[Item] | None:
         _, entry, line = order[0]
         if line.entry == entry:
             return line
-        heapq.heappop(order)
+        heappop(order)
     return None
