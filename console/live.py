@@ -43,7 +43,8 @@ class LiveSource:
     def __init__(
         self, run_dir: Path, *, write: bool = False, key: str | None = None, interval_s: float = 0.5
     ) -> None:
-        """The service refuses actions unless `write` is true. Operators do not need a `key`."""
+        """`write`: whether to request permission for actions; without it, the service refuses them. `key`:
+        the API key to authenticate with, or None if the user is an operator."""
         self.label = str(run_dir)
         self.interval_s = interval_s
         self.reads_blocks = False

@@ -305,8 +305,9 @@ class ModelRunner:
     def _warm_up(
         self, progress: ProgressCallback, layers: LayerGraphs | None, halves: HalvesGraphs | None
     ) -> None:
-        """Load or capture all kernels that serving launches, and reserve the largest steps' memory, so that
-        no request has to wait for either. `layers` and `halves` are the graphs captured for longer passes."""
+        """Load every kernel that is launched while serving, capture the graphs, and reserve the memory that
+        the largest steps need, so that no request has to wait for these. `layers` and `halves` are the graphs
+        captured for longer passes."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         decoder, kernels = self.decoder, self.decoder.ops.name == "cuda"
         if kernels:

@@ -198,8 +198,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Append to `target`, a copy of the heads file, the heads recorded since it was copied. Heads of rows
-    after `seq` are omitted."""
+    """Bring `target`, a copy of the heads file, up to date by appending the heads recorded since the copy was
+    made. Heads of rows after `seq` are omitted."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

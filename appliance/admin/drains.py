@@ -30,7 +30,7 @@ class DrainAdmin:
         return Effect(self.status(drain), before, self._state(model))
 
     async def resume(self, actor: Actor, asked: ResumeService) -> Effect:
-        """Cancel or end a drain. Raises DrainError if there is no drain to end."""
+        """End a drain, whether still in progress or complete. Raises DrainError if there is no drain."""
         model = self._unit(asked.model)
         before = self._state(model)
         drain = self.drains.resume(model)

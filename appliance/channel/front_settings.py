@@ -56,8 +56,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     exceed this total is refused with 503."""
     stream_comment_interval_s: _Seconds = 5.0
     """A stream that has sent nothing for this many seconds sends a comment, so that proxies do not close the
-    connection. Clients ignore comments. Response headers are sent within half a second. If 0, no comments are
-    sent, and the headers are sent with the first token."""
+    connection. Clients ignore comments. Response headers are then also sent early, within half a second,
+    instead of with the first token. 0 turns off both."""
     cors_origins: tuple[Origin, ...] = ()
     """Origins whose web pages may call the API, such as "https://chat.example.com", or "*" for all. An origin
     has a scheme, a host and optionally a port, but no path. By default, no origin is allowed."""

@@ -62,7 +62,7 @@ def audit_list(
     json: Json = False,
 ) -> None:
     """List actions with their actor and result, oldest first. The actions come from the running service. If
-    no service is running, or with --state-dir or --file, they are read from the files."""
+    no service is running, or with --state-dir or --file, they are read from the audit files."""
     from appliance.cli.audit_list import list_actions
 
     list_actions(

@@ -1,5 +1,5 @@
-"""The commands for tenants, keys, and local users and groups. The lists are implemented in neighbouring
-modules, which are loaded on demand. The commands for actions come from the registry."""
+"""The commands for tenants, keys, and local users and groups. The `list` commands are implemented in
+neighbouring modules, which are loaded on demand. The commands for actions come from the registry."""
 
 from __future__ import annotations
 

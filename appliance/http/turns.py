@@ -20,7 +20,8 @@ MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
 """Maximum share of the event loop's time, on average, that the turns charged to one budget may take."""
 BURST_S = 0.1
-"""Event loop time, in seconds, that a budget may use without pausing after it has been idle for a while."""
+"""Event loop time, in seconds, that a budget may use before its first pause once it has been idle for a
+while."""
 MAX_CHARGE_S = 0.004
 """Maximum time, in seconds, charged for one turn. An event loop iteration can take much longer than its
 turns: it also delivers tokens, and the process may have to wait for a CPU."""

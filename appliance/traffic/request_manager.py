@@ -174,7 +174,7 @@ class RequestManager:
         self.state.models[name].version = version
 
     def recover_model(self, name: str) -> None:
-        """Queue requests for the model again, because one of its replicas is starting."""
+        """Resume queueing requests for the model, because one of its replicas is starting."""
         self.state.models[name].failure = None
 
     def fail_model(self, name: str, reason: str) -> None:

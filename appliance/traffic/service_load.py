@@ -30,8 +30,8 @@ only reduce the number of promises."""
 
 
 class ServiceLoad:
-    """One model's recent load. An amount of service is expressed as the time, in seconds, that all of the
-    model's replicas together need to perform it."""
+    """One model's recent load. Service is measured in seconds: the time that all of the model's replicas
+    together need for it."""
 
     def __init__(self) -> None:
         self._taken_s = [0.0] * CLASSES

@@ -16,7 +16,7 @@ _LOOKS: dict[PhaseName, tuple[str, Role]] = {
     "prefill": ("▒", "prefill"),
     "decode": ("█", "decode"),
 }
-"""Each phase's character and role."""
+"""The character that represents each phase on screen, and the role that determines its style."""
 
 
 class Part(NamedTuple):

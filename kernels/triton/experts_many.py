@@ -279,8 +279,9 @@ def _write_groups(
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Divide the choices of this rank's experts into groups of at most ROWS choices and write the groups.
-    end_positions: the end of each expert's positions. totals: each expert's number of choices."""
+    """Divide the choices (pairs of token and expert) that are routed to this rank's experts into groups of at
+    most ROWS choices and write the groups. end_positions: the position after each expert's last choice.
+    totals: the number of choices for each expert."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)
     count = tl.where(here, (totals + ROWS - 1) // ROWS, 0)

@@ -277,8 +277,8 @@ def _route(
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the logits of BLOCK_E experts for one token. The program that finishes a token last chooses its
-    experts."""
+    """Compute the logits of BLOCK_E experts for one token. The last program to finish a token chooses that
+    token's experts."""
     tiles: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
     token = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles

@@ -186,11 +186,10 @@ def _narrow(
     STAGES: tl.constexpr,
     EDITED: tl.constexpr,
 ):
-    """Narrow the range between `low` and `high` by reading the row once. Also return `over`, the factor by
-    which the tokens above the new `low` exceed the limits (by count or by mass, whichever is larger). `over`
-    is 0 if no token is left between `low` and `high`. `mass_over` is the mass above `low`: the argument
-    refers to the old `low`, and the returned value to the new one. extra: an additional threshold to test, or
-    `high` for none."""
+    """Narrow the range between `low` and `high` by reading the row once. mass_over: the mass above the
+    current `low`; the mass above the new one is returned. extra: an additional threshold to test, or `high`
+    for none. Also return `over`: how many times the limits (by count or by mass, whichever is larger) the
+    tokens above the new `low` are, or 0 if no token is left between `low` and `high`."""
     j = tl.arange(0, THRESHOLDS)
     # In the first steps, thresholds are equally spaced between the bounds, which converges quickly for
     # typical logits. In later steps, they are equally spaced in the ordering of float32 values (by rank, not
