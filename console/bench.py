@@ -3,7 +3,7 @@
 recorded from the demo; no service is involved. The following are printed beside their limits: the time to the
 first frame with measured values and, for each screen, the console's CPU usage, the bytes per second sent to
 the terminal, and the time from a key press to the first byte of output. The exit code is 1 if a limit is
-exceeded. `scripts/bench_events` measures what the event stream costs the core."""
+exceeded."""
 
 from __future__ import annotations
 

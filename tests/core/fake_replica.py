@@ -43,7 +43,7 @@ from engine.rank_messages import (
     Start,
 )
 
-STEP_S = float(os.environ.get("FAKE_STEP_S", "0.01"))
+STEP_S = 0.01
 
 
 class Running:
