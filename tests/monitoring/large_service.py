@@ -1,5 +1,5 @@
 """Snapshots of a large service, generated from a seed: 8 GPUs, 20 tenants, 4 models with two replicas each,
-and 500 unfinished requests; 25 requests end per second. `scripts/bench_telemetry` also uses them."""
+and 500 unfinished requests; 25 requests end per second."""
 
 from __future__ import annotations
 
@@ -35,18 +35,11 @@ GPUS, TENANTS, MODELS, FRONTS, REQUESTS, ENDED_PER_S = 8, 20, 4, 4, 500, 25
 BLOCKS, BLOCK_TOKENS = 16_384, 64
 
 
-def large_service(at: float, seconds: int) -> Iterator[Snapshot]:
-    """Yield one snapshot per second. The values vary like those of a busy service."""
-    for snapshot, _ in with_block_maps(at, seconds, pools=False):
-        yield snapshot
-
-
-def with_block_maps(
-    at: float, seconds: int, *, pools: bool = True
-) -> Iterator[tuple[Snapshot, dict[str, BlockMap]]]:
-    """Yield one snapshot per second, and the KV blocks of each replica unless `pools` is false."""
+def large_service(at: float, seconds: int) -> Iterator[tuple[Snapshot, dict[str, BlockMap]]]:
+    """Yield one snapshot per second, and the KV blocks of each replica. The values vary like those of a busy
+    service."""
     state = _State(random.Random(0), at)
-    simulated = [_Pool(random.Random(number)) for number in range(GPUS if pools else 0)]
+    simulated = [_Pool(random.Random(number)) for number in range(GPUS)]
     for second in range(seconds):
         state.advance()
         for number, pool in enumerate(simulated):

@@ -1,16 +1,12 @@
-"""Tests of recorded telemetry: samples can be read back, and the space that they use is limited."""
+"""Tests of recorded telemetry: samples can be read back, and old ones are removed."""
 
 from __future__ import annotations
 
 import math
-import re
 import sqlite3
-import subprocess
-import sys
 from array import array
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -355,21 +351,3 @@ def test_numbers_that_do_not_fill_the_rows_are_refused():
 
 def test_a_sample_can_be_converted_back_to_its_tree():
     assert TelemetrySample(START, TelemetryLayout(b'{"a":0}'), array("d", [math.nan])).tree() == {"a": None}
-
-
-def test_a_day_of_a_large_service_fits_the_documented_size_and_a_minute_opens_quickly():
-    """The benchmark extrapolates a short recording to 24 hours."""
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, root / "scripts" / "bench_telemetry", "--hours", "0.06"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    size = re.search(r"^24 hours: ([\d.]+) MB, limit ([\d.]+) MB$", done.stdout, re.MULTILINE)
-    opened = re.search(r"^open a minute: p50 ([\d.]+) ms, .* limit (\d+) ms$", done.stdout, re.MULTILINE)
-    assert size is not None and opened is not None, done.stdout + done.stderr
-    assert 10 < float(size[1]) <= float(size[2])
-    assert f"at most {float(size[2]):g} MB" in (root / "docs" / "store.md").read_text()
-    assert float(opened[1]) <= float(opened[2]) == 300
