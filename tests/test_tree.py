@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 from engine.messages import BLOCK_TOKENS
@@ -12,6 +13,22 @@ from kernels import PAGE_TOKENS
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 500
 MAX_LOOSE_MODULES = 12
+CONTRACTS = {
+    "kernels knows nothing of ours",
+    "the engine knows no HTTP, text or tenants",
+    "the store imports no other package of the product",
+    "the service never loads torch",
+    "the service imports only the interface of the engine",
+    "the console imports only the interface of the service",
+    "only the CLI starts the console",
+    "the request manager knows no processes, models or sockets",
+    "the front pool knows no requests and no models",
+    "the model manager knows no front processes",
+    "a front process loads nothing of the core",
+    "callers get the parts that they use, not the controller",
+    "only the command line downloads models",
+}
+"""The import contracts that keep the parts of the product apart (`docs/architecture.md`)."""
 
 
 def tracked() -> list[Path]:
@@ -35,6 +52,11 @@ def test_the_service_keeps_its_modules_in_packages() -> None:
     )
     loose.remove("__init__.py")
     assert 0 < len(loose) <= MAX_LOOSE_MODULES, loose
+
+
+def test_every_part_has_its_import_contract() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert {contract["name"] for contract in settings["tool"]["importlinter"]["contracts"]} >= CONTRACTS
 
 
 def test_the_engine_and_the_kernels_use_the_same_block_size() -> None:
