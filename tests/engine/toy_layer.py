@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -96,14 +97,21 @@ def reference_gated_add(x: Residual, gain: torch.Tensor, eps: float, weight: tor
 def main() -> None:
     folder = Path(sys.argv[1])
     without = found(folder, folder / "without")
-    with contextlib.ExitStack() as stack:
-        for kind in (CudaOps, reference):
-            operation = gated_add if kind is CudaOps else reference_gated_add
-            stack.enter_context(mock.patch.object(kind, "gated_add", operation, create=True))
-        stack.enter_context(mock.patch.dict(LAYER_KINDS, toy=ToyLayer))
-        family = replace(families._FAMILIES["llama"], layer_kinds=lambda fields, layers: ("toy",) * layers)
-        stack.enter_context(mock.patch.dict(families._FAMILIES, llama=family))
+    with added():
         print(json.dumps({"without": without, "with": found(folder, folder / "with")}))
+
+
+@contextlib.contextmanager
+def added() -> Iterator[None]:
+    """Add the new kind of layer to the product while the block runs, and use it for every Llama layer."""
+    family = replace(families._FAMILIES["llama"], layer_kinds=lambda fields, layers: ("toy",) * layers)
+    with (
+        mock.patch.object(CudaOps, "gated_add", gated_add, create=True),
+        mock.patch.object(reference, "gated_add", reference_gated_add, create=True),
+        mock.patch.dict(LAYER_KINDS, toy=ToyLayer),
+        mock.patch.dict(families._FAMILIES, llama=family),
+    ):
+        yield
 
 
 def found(folder: Path, out: Path) -> dict[str, list[str]]:
