@@ -3,7 +3,7 @@ unchanged product, and then with an additional kind of layer, which has a separa
 in a separate process, like `tests.engine.launches_of_serving`: `python -m tests.engine.toy_layer FOLDER`.
 
 The new kind is added as a developer would add it: with one class (`ToyLayer`), one operation (`gated_add`),
-and the kind's name in the family. Nothing else in the product changes.
+and the kind's name in the family. These commands need no other change.
 """
 
 from __future__ import annotations
