@@ -169,7 +169,7 @@ class AuditTrail:
         if (beyond := self._heads.beyond(newest)) is not None:
             self._shorter = (
                 f"the audit chain ends at row {newest}, but {self._heads.path} contains the head of row "
-                f"{beyond.seq}, so control.db has lost all changes after row {newest}: stop the service, "
+                f"{beyond.seq}, so control.db lacks all changes after row {newest}: stop the service, "
                 "keep the files, and restore a backup (details: appliance audit verify)"
             )
             log.error("%s", self._shorter)

@@ -239,9 +239,7 @@ class Writer:
             error = WriterClosedError if closed else StorageFaultError
             item.future.set_exception(error(f"{self.path}: the writer {reason}; the change was not made"))
         if dropped == 1 or dropped % 1000 == 0:
-            log.error(
-                "%s: a row was lost, because the writer %s; %d rows lost so far", self.path, reason, dropped
-            )
+            log.error("%s: a row was dropped (%d so far): the writer %s", self.path, dropped, reason)
         return False
 
     # ── methods of the writer thread ───────────────────────────────────────────────────────────────────────
@@ -339,7 +337,7 @@ class Writer:
                 if not is_own_fault(error):
                     self._note_failure(str(self._explained(error)))
                     return
-                log.error("%s: a row was rejected and is lost: %r", self.path, error)
+                log.error("%s: a row was rejected and discarded: %r", self.path, error)
                 self._fail(item, error)
 
     def _open(self) -> WritableDatabase:
@@ -353,7 +351,7 @@ class Writer:
     def _write_back(self, database: WritableDatabase, description: str) -> None:
         began = time.monotonic()
         aside = database.write_back(self._note_progress)
-        done = "the service restored it from the open file, so no rows are lost"
+        done = "the service restored it from the open file, so no rows are missing"
         other = f"; the file found in its place was renamed to {aside}" if aside else ""
         self._restored = f"{description}: {done}{other}"
         log.warning("%s (restored in %.1f s)", self._restored, time.monotonic() - began)
@@ -447,7 +445,7 @@ class Writer:
             self._dropped_rows += len(rest)
             reason = self._last_error or "the writer closed"
         if rest:
-            log.error("%s: %d rows lost (%s)", self.path, len(rest), reason)
+            log.error("%s: %d rows dropped (%s)", self.path, len(rest), reason)
         message = f"{self.path}: the change was not made before the writer closed ({reason})"
         for item in rest:
             if item.future is not None:

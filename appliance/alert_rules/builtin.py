@@ -322,7 +322,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── machine ──
     BuiltInRule(
         name="disk-full",
-        reason="If the disk is full, request log rows wait in memory, and rows beyond 50,000 are lost.",
+        reason="If the disk is full, request log rows wait in memory, and rows beyond 50,000 are dropped.",
         metric="host.disk_free_bytes",
         per="host.disk_bytes",
         severity="critical",

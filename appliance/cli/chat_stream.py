@@ -100,7 +100,7 @@ class ChatClient:
                             first = first or time.monotonic()
                             yield Piece(text)
         except (OSError, HTTPException) as error:
-            raise AnswerError(f"the connection was lost: {error or type(error).__name__}") from error
+            raise AnswerError(f"disconnected from the service: {error or type(error).__name__}") from error
         if not finish_reason:
             raise AnswerError("the answer is incomplete: the service closed the connection")
         yield _end(finish_reason, tokens, asked, first)

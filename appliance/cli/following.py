@@ -37,7 +37,7 @@ def following(stream: Callable[[], Iterator[Value]]) -> Iterator[Value]:
         except ServiceNotRunningError as error:
             reason = str(error)
             if away_since is None:
-                print("The connection to the service was lost; waiting for the service.", file=sys.stderr)
+                print("Disconnected from the service; reconnecting.", file=sys.stderr)
             away_since = away_since or time.monotonic()
         if time.monotonic() - away_since > _AWAY_S:
             raise Failure(reason)

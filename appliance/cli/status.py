@@ -287,7 +287,7 @@ def _stores(status: Status, width: int | None) -> list[str]:
         if database.lag_rows:
             facts[-1] += f" ({database.lag_ms:.0f} ms)"
         if dropped := database.dropped_rows + database.rejected_rows:
-            facts.append(f"{dropped:,} lost")
+            facts.append(f"{dropped:,} dropped")
         name = database.path.rpartition("/")[2]
         lines += _labelled("" if number else "STORE", f"{name:10}  {' · '.join(facts)}", width)
         if database.restored:

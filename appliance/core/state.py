@@ -91,7 +91,7 @@ def _warn_missing(control: Path, others: list[Path]) -> None:
         if not _has_bytes(path):
             log.warning(
                 "%s is missing or empty although %s already has data: creating an empty database; "
-                "the previous contents are lost unless you stop the service and restore a backup",
+                "to keep the previous contents, stop the service and restore a backup",
                 path,
                 control.name,
             )

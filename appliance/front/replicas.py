@@ -20,7 +20,7 @@ class ReplicaChannels:
         """Use a new channel for a replica, replacing the previous one."""
 
         def closed(handles: list[int]) -> None:
-            log.warning("the connection to replica %s was lost", name)
+            log.warning("disconnected from replica %s", name)
             if self._clients.get(name) is client:
                 del self._clients[name]
 

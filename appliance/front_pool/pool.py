@@ -368,7 +368,7 @@ class FrontPool:
         self._requests.lose_front(name)
         if removed := self._claims.lose_front(name):
             log.warning(
-                "%s exited and lost %d stored answers: retries will run these requests again", name, removed
+                "%s exited with %d stored answers: retries will run these requests again", name, removed
             )
         self.balancer.assign(*front.take_back())
         self._on_availability()

@@ -1,7 +1,7 @@
 """The log: plain lines on standard error, one per event.
 
 2026-11-20T23:16:01.123Z INFO    replica: demo-0 is starting (models/demo, pid 4711)
-2026-11-20T23:16:01.124Z WARNING front-0 replicas: the connection to replica demo-0 was lost
+2026-11-20T23:16:01.124Z WARNING front-0 replicas: disconnected from replica demo-0
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _service(
             yield _finding(
                 os.path.basename(database.path),
                 "problem",
-                f"{dropped:,} rows have been lost since the service started",
+                f"{dropped:,} rows have been dropped since the service started",
                 "see the log for the time and cause; check the disk's free space and health",
             )
     recent = [problem for problem in status.problems if now - problem.at < _RECENT_S]

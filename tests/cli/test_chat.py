@@ -108,7 +108,7 @@ def test_an_answer_that_stops_in_the_middle_is_a_failure(
     outcome = cli("chat", "--run-dir", run_dir, "Hi")
     assert (
         outcome.code == 1
-        and ("incomplete" in outcome.err or "was lost" in outcome.err)
+        and ("incomplete" in outcome.err or "disconnected" in outcome.err)
         and "Traceback" not in outcome.err
     )
 

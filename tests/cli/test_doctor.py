@@ -413,7 +413,7 @@ def test_the_problems_that_the_service_reports_are_findings(
         "degraded: demo-0 has failed",
         "the service tries again",
         "model.safetensors: truncated",
-        "3 rows have been lost",
+        "3 rows have been dropped",
         "it broke",
     ):
         assert fact in text

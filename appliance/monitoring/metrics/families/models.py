@@ -38,7 +38,7 @@ MODELS = (
            "Waiting time of the oldest waiting request.",
            lambda m: dict(zip(CLASS_NAMES, m.oldest_wait_s, strict=True)), ("class",)),
     Metric("gauge", "appliance_resuming_requests", "requests",
-           "Requests that lost their replica and are waiting to resume.",
+           "Requests that are waiting to resume after their replica disconnected.",
            lambda m: m.resuming),
     Metric("gauge", "appliance_running_requests", "requests",
            "Unfinished requests already dispatched to a replica.",

@@ -19,10 +19,10 @@ DATABASES = (
            "Rows committed to a database.",
            lambda state: state.committed_rows),
     Metric("counter", "appliance_store_dropped_rows_total", "rows",
-           "Rows lost because the buffer for waiting rows was full.",
+           "Rows dropped because the buffer for waiting rows was full.",
            lambda state: state.dropped_rows),
     Metric("counter", "appliance_store_rejected_rows_total", "rows",
-           "Rows lost because the database rejected their values.",
+           "Rows discarded because the database rejected their values.",
            lambda state: state.rejected_rows),
 )
 AUDIT = (
