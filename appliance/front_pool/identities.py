@@ -9,6 +9,8 @@ import os
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from appliance.channel.core_messages import Identities
 from appliance.channel.identity import Identity
 from appliance.settings import UnixSettings
@@ -73,19 +75,16 @@ class IdentityRegistry:
             return known[2]
         highest = max(tenant.highest_class, key.highest_class or 0)
         lengths = (tenant.quota.context_tokens, key.quota.context_tokens)
-        identity = Identity(
-            tenant=tenant.name,
+        identity = msgspec.structs.replace(
+            _of_peer(tenant),
             key_id=key.id,
             scopes=key.scopes,
             models=key.models,
             highest_class=highest,
             default_class=max(tenant.default_class, highest),
             context_tokens=min((length for length in lengths if length is not None), default=None),
-            default_max_tokens=tenant.default_max_tokens,
-            log_policy=tenant.log_policy,
             may_fall_back=key.fallback == "allowed",
             expires_at=key.expires_at,
-            suspended=tenant.suspended_at is not None,
         )
         self._known[key.id] = (key, tenant, identity)
         return identity
