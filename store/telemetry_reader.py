@@ -85,11 +85,6 @@ class TelemetryReader:
         self._limit_s = limit_s
         self._layouts: dict[int, TelemetryLayout] = {}
 
-    @property
-    def finest(self) -> Resolution:
-        """The finest resolution."""
-        return RESOLUTIONS[0]
-
     def span(self) -> tuple[float, float] | None:
         """Return the times of the oldest and newest samples, or None if there are none."""
         with self._reading() as connection:

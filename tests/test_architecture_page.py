@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from store.telemetry import RESOLUTIONS
 from store.telemetry_reader import TelemetryReader
 from tests.system.service import Service, service
 from tests.test_tree import ROOT, tracked
@@ -89,7 +90,7 @@ def wait_for_samples(running: Service, count: int) -> None:
     reader, since = TelemetryReader(running.state_dir / "history.db"), time.time()
 
     def recorded() -> bool:
-        return len(list(reader.samples(since, time.time(), reader.finest))) >= count
+        return len(list(reader.samples(since, time.time(), RESOLUTIONS[0]))) >= count
 
     running.wait_until(recorded, 120, f"{count} samples")
 

@@ -18,6 +18,7 @@ from appliance.actions.parameters import AcknowledgeAlert, SilenceAlerts, Unsile
 from appliance.calls import ALERTS, SILENCES, AdminError
 from appliance.snapshot import Alert, Snapshot
 from store.alerts import AlertReader
+from store.telemetry import RESOLUTIONS
 from store.telemetry_reader import TelemetryReader
 from tests.core.conftest import Service
 from tests.waiting import wait_until
@@ -70,7 +71,7 @@ def wait_until_sampled(service: Service) -> None:
     reader = TelemetryReader(service.state_dir / "history.db")
 
     def sampled() -> bool:
-        recorded = reader.samples(0, time.time(), reader.finest)
+        recorded = reader.samples(0, time.time(), RESOLUTIONS[0])
         trees = [msgspec.convert(one.sample.tree(), Snapshot) for one in recorded]
         return any(replica.state == "ready" for one in trees[-1:] for replica in one.models[0].replicas)
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from appliance.snapshot import Snapshot
+from store.telemetry import RESOLUTIONS
 from store.telemetry_reader import TelemetryReader
 from tests.core.conftest import Service, read_answer
 from tests.waiting import wait_until
@@ -28,7 +29,7 @@ def test_every_second_of_a_replicas_death_can_be_read_back(make_service: Make) -
     os.kill(pid, signal.SIGKILL)
 
     def recorded() -> list[Snapshot]:
-        seconds = reader.samples(killed_at - 60, time.time(), reader.finest)
+        seconds = reader.samples(killed_at - 60, time.time(), RESOLUTIONS[0])
         return [msgspec.convert(one.sample.tree(), Snapshot) for one in seconds]
 
     wait_until(lambda: any(one.models[0].replicas[0].restarts for one in recorded()))
