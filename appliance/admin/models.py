@@ -55,6 +55,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 class ModelAdmin:
     """Performs operators' actions on models. Models declared in the settings can only be changed there."""
 
+    states: ModelStates
     registry: ModelRegistry
     operations: ModelOperations
     swaps: VersionSwaps
@@ -68,17 +69,6 @@ class ModelAdmin:
     declared_in: Callable[[str], str]
     """Returns the settings file or command-line flag that declares a model, or an empty string."""
     _background: Background = field(default_factory=Background, init=False)
-
-    def __post_init__(self) -> None:
-        self.states = ModelStates(
-            registry=self.registry,
-            operations=self.operations,
-            on_demand=self.on_demand,
-            manager=self.manager,
-            routing=self.routing,
-            settings=self.settings,
-            declared_in=self.declared_in,
-        )
 
     # ── add and remove ──
 

@@ -14,6 +14,7 @@ from appliance.admin.app import Backend
 from appliance.admin.auditing import AuditedActions
 from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
+from appliance.admin.model_states import ModelStates
 from appliance.admin.models import ModelAdmin
 from appliance.admin.server import AdminServer
 from appliance.admin.status import StatusReader, service_version
@@ -201,7 +202,17 @@ class Service:
     ) -> tuple[Backend, AuditedActions]:
         """Return the admin API's backend and the object that performs its actions."""
         serving = self._serving
+        states = ModelStates(
+            registry=self._state.registry,
+            operations=serving.operations,
+            on_demand=serving.on_demand,
+            manager=serving.models,
+            routing=serving.routing,
+            settings=self.settings,
+            declared_in=reloader.declared_in,
+        )
         models = ModelAdmin(
+            states=states,
             registry=self._state.registry,
             operations=serving.operations,
             swaps=serving.swaps,

@@ -369,6 +369,7 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
         keys=KeyAdmin(control=nothing, usage=nothing, publish=nothing, cancel=nothing),
         peers=PeerAdmin(control=nothing, unix=nothing, publish=nothing),
         models=ModelAdmin(
+            states=nothing,
             registry=nothing,
             operations=nothing,
             swaps=nothing,
