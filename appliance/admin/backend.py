@@ -58,7 +58,19 @@ def admin_backend(
     tenants = TenantAdmin(
         control=control, usage=traffic.usage, peers=peers.list, publish=publish, cancel=cancel
     )
-    shadows = ShadowAdmin(models=models, results=shadow_results)
+    shadows = ShadowAdmin(
+        registry=models.registry,
+        routing=routing,
+        fronts=models.fronts,
+        states=models.states,
+        results=shadow_results,
+    )
+    splits = SplitAdmin(
+        registry=models.registry,
+        routing=routing,
+        fronts=models.fronts,
+        check_declared=models.check_declared,
+    )
     keys = KeyAdmin(control=control, usage=traffic.usage, publish=publish, cancel=cancel)
     actions = AuditedActions(
         control,
@@ -67,7 +79,7 @@ def admin_backend(
             keys=keys,
             peers=peers,
             models=models,
-            splits=SplitAdmin(models=models),
+            splits=splits,
             shadows=shadows,
             drains=DrainAdmin(drains, status.drain, routing.unit_of),
             requests=RequestAdmin(lambda: running.known({}, time.time()), canceller.cancel, contents.show),

@@ -3,37 +3,44 @@ versions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from appliance.actions.parameters import SplitModel
 from appliance.admin.effects import Effect, committed, done
-from appliance.admin.models import ModelAdmin
-from appliance.models.routing import split_target
+from appliance.models.front_routes import FrontRoutes
+from appliance.models.routing import Routing, split_target
 from store.audit import Actor
 from store.errors import ConflictError, UnknownModelError
+from store.models import Registry
+from store.registry import ModelRegistry
 
 
 @dataclass(kw_only=True)
 class SplitAdmin:
     """Sets and ends traffic splits."""
 
-    models: ModelAdmin
+    registry: ModelRegistry
+    routing: Routing
+    fronts: FrontRoutes
+    check_declared: Callable[[str, str], None]
+    """Same as `ModelAdmin.check_declared`."""
 
     async def split(self, actor: Actor, asked: SplitModel) -> Effect:
         """Set or end a split. Raises UnknownModelError if the name or a target does not exist, and
         ConflictError if the change would leave requests without a loaded model."""
-        name, registry = asked.name, self.models.registry
-        self.models.check_declared(name, "split")
+        name, registry = asked.name, self.registry
+        self.check_declared(name, "split")
         if name not in registry.current.models and name not in registry.current.aliases:
             raise UnknownModelError(
                 f"there is no model or alias {name!r} in the registry; add it with 'appliance models add "
                 f"{name}=FOLDER' or 'appliance models alias {name} TARGET'"
             )
         weights = None if asked.weights is None else self._targets(name, asked.weights)
-        if self.models.routing.unit_of(name):
+        if self.routing.unit_of(name):
             self._check_loaded(name, [self._default_of(name)] if weights is None else list(weights))
         await committed(registry.set_split(actor=actor, name=name, weights=weights))
-        await self.models.fronts.routed()
+        await self.fronts.routed()
         if weights is None:
             return done(f"the split of {name} has ended; its requests go to {self._default_of(name)}")
         total = sum(weights.values())
@@ -45,7 +52,7 @@ class SplitAdmin:
         number refers to that version of `name`."""
         found: dict[str, float] = {}
         for given, weight in weights.items():
-            target = complete_target(self.models, name, given)
+            target = complete_target(self.registry.current, self.routing, name, given)
             if target in found:
                 raise ValueError(f"weights lists {target!r} twice: give each version one weight")
             found[target] = weight
@@ -53,29 +60,27 @@ class SplitAdmin:
 
     def _default_of(self, name: str) -> str:
         """Return the model or version that answers requests for the name when they are not split."""
-        registry = self.models.registry.current
+        registry = self.registry.current
         if (alias := registry.aliases.get(name)) is not None:
             return alias.target
         return f"{name}@{registry.models[name].default_version}"
 
     def _check_loaded(self, name: str, targets: list[str]) -> None:
-        routing = self.models.routing
         for target in targets:
-            if not routing.answers(unit := routing.target_unit(target)):
+            if not self.routing.answers(unit := self.routing.target_unit(target)):
                 raise ConflictError(
                     f"model {name!r} answers requests, but {target} is not loaded; load it first with: "
                     f"appliance models load {unit} --wait"
                 )
 
 
-def complete_target(models: ModelAdmin, name: str, given: str) -> str:
+def complete_target(registry: Registry, routing: Routing, name: str, given: str) -> str:
     """Return a target as NAME or NAME@VERSION. A target that is just a number refers to that version of
     `name`. Raises UnknownModelError if there is no such model or version."""
     is_version = given.isascii() and given.isdecimal()
     target = f"{name}@{given}" if is_version else given
-    if models.routing.target_unit(target):
+    if routing.target_unit(target):
         return target
-    registry = models.registry.current
     if is_version and name in registry.aliases:
         raise UnknownModelError(
             f"{name!r} is an alias, so the target {given!r} does not say which model it belongs to: write "

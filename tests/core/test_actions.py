@@ -381,8 +381,10 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
             settings=nothing,
             declared_in=nothing,
         ),
-        splits=SplitAdmin(models=nothing),
-        shadows=ShadowAdmin(models=nothing, results=nothing),
+        splits=SplitAdmin(registry=nothing, routing=nothing, fronts=nothing, check_declared=nothing),
+        shadows=ShadowAdmin(
+            registry=nothing, routing=nothing, fronts=nothing, states=nothing, results=nothing
+        ),
         drains=DrainAdmin(nothing, nothing, nothing),
         requests=RequestAdmin(nothing, nothing, nothing),
         backups=BackupAdmin(nothing),
