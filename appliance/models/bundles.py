@@ -14,7 +14,7 @@ from appliance.models.operations import ModelOperations
 from appliance.models.residency import Bundle
 from appliance.models.routing import Routing, split_target
 from appliance.settings import ModelSettings, Settings
-from appliance.traffic.request_manager import RequestManager
+from appliance.traffic.state import TrafficState
 
 _GPU_FACTOR, _GPU_BYTES = 1.1, 2 << 30
 """The memory freed by stopping a GPU replica is estimated as this multiple of its weights and KV cache, plus
@@ -47,7 +47,7 @@ class Bundles:
         operations: ModelOperations,
         manager: ModelManager,
         routing: Routing,
-        requests: RequestManager,
+        traffic: TrafficState,
         clock: Callable[[], float],
     ) -> None:
         """`settings` is a function that returns the current settings."""
@@ -57,7 +57,7 @@ class Bundles:
         self._operations = operations
         self._manager = manager
         self._routing = routing
-        self._requests = requests
+        self._traffic = traffic
         self._clock = clock
         self._times: dict[str, UnitTimes] = {}
         self._host_bytes: dict[str, int] = {}
@@ -69,7 +69,7 @@ class Bundles:
         """Record which models are in use. Call this frequently."""
         now = self._clock()
         for unit in self.units():
-            times, traffic = self.times(unit), self._requests.state.models.get(unit)
+            times, traffic = self.times(unit), self._traffic.models.get(unit)
             if self.busy(unit):
                 times.used_at = now
             elif traffic is not None and traffic.asked_at is not None:
@@ -101,7 +101,7 @@ class Bundles:
 
     def busy(self, unit: str) -> bool:
         """Return whether requests for the model are running or waiting."""
-        traffic = self._requests.state.models.get(unit)
+        traffic = self._traffic.models.get(unit)
         return traffic is not None and bool(traffic.running or traffic.queued)
 
     def occupies_memory(self, unit: str) -> bool:
@@ -135,7 +135,7 @@ class Bundles:
         expires."""
         times, settings = self.times(unit), self._manager.settings_of(unit)
         idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
-        traffic = self._requests.state.models.get(unit)
+        traffic = self._traffic.models.get(unit)
         if traffic is None:
             return max(times.used_at, times.ready_at) + idle_s
         not_before = self._clock() if self.busy(unit) else times.ready_at
@@ -143,7 +143,7 @@ class Bundles:
 
     def _waiting_since(self, unit: str) -> float | None:
         """Return when requests started waiting for the model to load, or None if none are waiting."""
-        now, traffic = self._clock(), self._requests.state.models.get(unit)
+        now, traffic = self._clock(), self._traffic.models.get(unit)
         if traffic is None or not traffic.queued:
             return None
         return max(now - traffic.oldest_wait_s(now), self.times(unit).left_at)

@@ -118,7 +118,7 @@ class ModelManager:
         self._changes = UnitChanges(
             self,
             self._parked,
-            requests=requests,
+            traffic=requests.state,
             scaling=self._scaling,
             sleeping=self.sleeping,
             retirements=self.retirements,

@@ -86,7 +86,7 @@ class OnDemand:
         self._requests = requests
         self._fronts = fronts
         self._clock = clock
-        self._bundles = Bundles(settings, operations, manager, routing, requests, clock)
+        self._bundles = Bundles(settings, operations, manager, routing, requests.state, clock)
         self._sleep_limit = SleepLimit(settings, manager, self._bundles)
         self._introducing: set[str] = set()
         self._at_start = [name for name in manager.models if manager.is_parked(name)]

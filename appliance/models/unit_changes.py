@@ -20,7 +20,7 @@ from appliance.models.scaling import ModelScaling
 from appliance.models.start_checks import StartChecks
 from appliance.models.unit_sleep import UnitSleep
 from appliance.settings import ModelSettings
-from appliance.traffic.request_manager import RequestManager
+from appliance.traffic.state import TrafficState
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class UnitChanges:
         units: ChangedUnits,
         parked: Mapping[str, Parked],
         *,
-        requests: RequestManager,
+        traffic: TrafficState,
         scaling: ModelScaling,
         sleeping: UnitSleep,
         retirements: ReplicaRetirements,
@@ -79,7 +79,7 @@ class UnitChanges:
         """Models that run with their previous settings because the new ones could not be loaded."""
         self._units = units
         self._parked = parked
-        self._requests = requests
+        self._traffic = traffic
         self._scaling = scaling
         self._sleeping = sleeping
         self._retirements = retirements
@@ -221,7 +221,7 @@ class UnitChanges:
         accounts = [replica.account for replica in self._units.of(unit) if replica.account is not None]
 
         def occupied() -> bool:
-            return any(map(self._requests.state.occupied, accounts))
+            return any(map(self._traffic.occupied, accounts))
 
         parked = self._parked.get(unit)
         await wait_until(lambda: not occupied(), 0.0 if parked is None else parked.drain_left_s)
