@@ -22,7 +22,7 @@ MAX_PAGE_ROWS = 1000
 
 Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE_ROWS)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Level = Literal["debug", "info", "warning", "error", "critical"]
+LineLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 # ── the request log ──
@@ -176,7 +176,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """The line's sequence number since the service started."""
     at: float
-    level: Level
+    level: LineLevel
     area: str
     """The part of the program that wrote the line, such as "replica"."""
     message: str
@@ -204,7 +204,7 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     """Keep the response open and send each new log line as a line of JSON."""
     after: Number | None = None
     """Include only lines with a higher number. With `follow`, the default is the newest line's number."""
-    level: Level | None = None
+    level: LineLevel | None = None
     """Include only lines at or above this level."""
     text: Text | None = None
     """Include only lines that contain this text, ignoring case."""

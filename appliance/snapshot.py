@@ -26,7 +26,7 @@ from engine.messages import KvDType
 from engine.rank_messages import NO_OWNER as NO_OWNER
 from store.structs import Severity
 
-Phase = Literal["queued", "prefill", "decode", "ending"]
+RequestPhase = Literal["queued", "prefill", "decode", "ending"]
 """The phase of a running request is "prefill" until its first token, and "decode" afterwards."""
 BlockState = Literal["free", "cached", "used", "shared"]
 BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
@@ -234,7 +234,7 @@ class UnfinishedRequest(InFlight, kw_only=True, gc=False):
 
     class_name: str = ""
     """Service class, from "P0" to "P3"."""
-    phase: Phase | None = None
+    phase: RequestPhase | None = None
     key_name: str = ""
     stream: bool | None = None
     queue_s: float | None = None

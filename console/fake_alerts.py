@@ -15,7 +15,7 @@ from appliance.actions.parameters import SilenceAlerts
 from appliance.alert_rules import BUILT_IN
 from appliance.monitoring.alerts.conditions import Condition, threshold
 from appliance.monitoring.alerts.texts import filled, next_step
-from appliance.pages import Level
+from appliance.pages import LineLevel
 from appliance.protocol import Silence
 from appliance.snapshot import Alert, Snapshot
 from console import units
@@ -161,7 +161,7 @@ class FakeAlerts:
             None,
         )
 
-    def _write(self, at: float, level: Level, event: str, alert: Alert) -> None:
+    def _write(self, at: float, level: LineLevel, event: str, alert: Alert) -> None:
         text = f"alert {alert.id} {event}: {alert.rule}: {alert.description}; likely cause: {alert.cause}"
         self._log.write(at, "core", "manager", text, level)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 
-from appliance.pages import Level
+from appliance.pages import LineLevel
 from appliance.protocol import precision
 from console.simulation import Simulation
 from console.source import MAX_ROWS, ListRow
@@ -45,7 +45,7 @@ class FakeLog:
             self.write(self.lines[-1].at or start, f"front-{number}", "process", text)
         self.write(self.lines[-1].at or start, "core", "pool", "ready: all models can answer requests")
 
-    def write(self, at: float, process: str, area: str, text: str, level: Level = "info") -> None:
+    def write(self, at: float, process: str, area: str, text: str, level: LineLevel = "info") -> None:
         """Add a line."""
         self._number += 1
         self.lines.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from appliance.monitoring.findings import Level as FindingLevel
+from appliance.monitoring.findings import FindingLevel
 from appliance.pages import ChainReport
 from appliance.protocol import AuditHead, Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion

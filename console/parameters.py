@@ -20,14 +20,14 @@ from console import units
 
 Values = dict[str, Any]
 """An action's parameters: text, or booleans for switches."""
-Kind = Literal[
+ParameterKind = Literal[
     "switch", "table", "list", "number", "count", "class", "choice", "share", "span", "time", "text"
 ]
 _INVALID = re.compile(r"\$\.(\w+)")
 """Matches the parameter name in a validation error."""
 _NUMBER = re.compile(r"[0-9][0-9,_]*(\.[0-9]+)?")
 """Matches a number with thousands separators."""
-_EXPECTED: dict[Kind, str] = {
+_EXPECTED: dict[ParameterKind, str] = {
     "switch": "true or false",
     "table": "TARGET=WEIGHT for each target, such as 1=90,2=10",
     "list": "names separated by commas",
@@ -69,7 +69,7 @@ class Parameter:
         self.optional = any(isinstance(one, msgspec.inspect.NoneType) for one in types)
         """Whether "none" is a valid value."""
         self.type = next(one for one in types if not isinstance(one, msgspec.inspect.NoneType))
-        self.kind: Kind = self._kind()
+        self.kind: ParameterKind = self._kind()
 
     @property
     def label(self) -> str:
@@ -105,7 +105,7 @@ class Parameter:
                 return ",".join(f"{name}={weight:g}" for name, weight in value.items())
         return str(value)
 
-    def _kind(self) -> Kind:
+    def _kind(self) -> ParameterKind:
         if self.declared is not None:
             return self.declared.kind
         match self.type:

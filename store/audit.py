@@ -22,7 +22,7 @@ from store.keys import without_secrets
 
 GENESIS_HASH = "0" * 64
 """The `previous_hash` of a chain's oldest row."""
-Phase = Literal["intent", "result"]
+AuditPhase = Literal["intent", "result"]
 INTENT: Final = "intent"
 RESULT: Final = "result"
 
@@ -64,7 +64,7 @@ class Entry(NamedTuple):
     result: str
     host: str | None = None
     act: str | None = None
-    phase: Phase | None = None
+    phase: AuditPhase | None = None
     before: str | None = None
     after: str | None = None
     note: str | None = None
@@ -84,7 +84,7 @@ class AuditRow(NamedTuple):
     hash: str
     host: str | None = None
     act: str | None = None
-    phase: Phase | None = None
+    phase: AuditPhase | None = None
     before: str | None = None
     after: str | None = None
     note: str | None = None

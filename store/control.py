@@ -23,7 +23,7 @@ from store.control_schema import CONTROL
 from store.database import reading
 from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError, explain_os
 from store.heads import HEADS_FILE, HeadKeeper, make_or_read_key
-from store.policies import Change, KeyRecord, PeerKind, PeerRecord, Policies, Record, TenantRecord
+from store.policies import Change, KeyRecord, PeerKind, PeerRecord, Policies, PolicyRecord, TenantRecord
 from store.rules import check_key
 from store.spool import SPOOL_FILE, Spool
 from store.trail import WITHIN_S, Appended, AuditTrail
@@ -404,7 +404,7 @@ def _before_and_after(changes: list[Change]) -> BeforeAndAfter:
     return before, after
 
 
-def _shown(record: Record | None) -> dict[str, object] | None:
+def _shown(record: PolicyRecord | None) -> dict[str, object] | None:
     if record is None:
         return None
     fields: dict[str, object] = msgspec.to_builtins(record)

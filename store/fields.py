@@ -17,7 +17,7 @@ import msgspec
 Unit = Literal[
     "", "requests/min", "tokens/min", "tokens/day", "s", "requests", "tokens", "days", "class", "unix time"
 ]
-Kind = Literal["number", "count", "class", "span", "time", "text", "choice", "list"]
+FieldKind = Literal["number", "count", "class", "span", "time", "text", "choice", "list"]
 
 MAX_COUNT = 10**12
 MAX_TIME = 1e11
@@ -78,15 +78,15 @@ class Declared(NamedTuple):
         return get_args(inner) if get_origin(inner) is Literal else ()
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> FieldKind:
         """The field's kind, which determines how values are parsed and displayed."""
         inner = without_none(self.type)
         if get_origin(inner) is tuple:
             return "list"
         if get_origin(inner) is Literal:
             return "choice"
-        by_unit: dict[str, Kind] = {"class": "class", "s": "span", "unix time": "time"}
-        by_type: dict[Any, Kind] = {int: "count", float: "number", str: "text"}
+        by_unit: dict[str, FieldKind] = {"class": "class", "s": "span", "unix time": "time"}
+        by_type: dict[Any, FieldKind] = {int: "count", float: "number", str: "text"}
         return by_unit.get(self.field.unit) or by_type[inner]
 
     @property

@@ -279,15 +279,15 @@ class Policies:
         return Policies(tenants.values(), keys.values(), peers.values())
 
 
-Record = TenantRecord | KeyRecord | PeerRecord
+PolicyRecord = TenantRecord | KeyRecord | PeerRecord
 
 
 class Change(NamedTuple):
     """A record before and after an operator's change. `before` is None for a created record, `after` for a
     deleted one."""
 
-    before: Record | None
-    after: Record | None
+    before: PolicyRecord | None
+    after: PolicyRecord | None
 
 
 def _put(records: dict[K, R], name: K, record: R | None) -> None:

@@ -16,7 +16,7 @@ from store.fields import without_none
 from store.models import AliasRecord, ModelRecord, ShadowRecord, SplitRecord, VersionRecord
 from store.policies import KeyRecord, PeerRecord, TenantRecord
 
-Record = (
+StoredRecord = (
     TenantRecord
     | KeyRecord
     | PeerRecord
@@ -38,7 +38,7 @@ R = TypeVar(
     ShadowRecord,
 )
 
-_TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
+_TABLES: dict[type[StoredRecord], tuple[str, tuple[str, ...]]] = {
     TenantRecord: ("tenants", ("name",)),
     KeyRecord: ("keys", ("id",)),
     PeerRecord: ("peers", ("kind", "number")),
@@ -51,14 +51,14 @@ _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
 """Each record type's table and primary key."""
 
 
-def insert(connection: sqlite3.Connection, record: Record) -> None:
+def insert(connection: sqlite3.Connection, record: StoredRecord) -> None:
     """Insert a record. Raises sqlite3.IntegrityError if the primary key already exists."""
     values = _values(record)
     table, _ = _TABLES[type(record)]
     connection.execute(insert_sql(table, list(values)), list(values.values()))
 
 
-def update(connection: sqlite3.Connection, record: Record) -> None:
+def update(connection: sqlite3.Connection, record: StoredRecord) -> None:
     """Write every field of an existing record."""
     values = _values(record)
     table, names = _TABLES[type(record)]
@@ -69,7 +69,7 @@ def update(connection: sqlite3.Connection, record: Record) -> None:
     )
 
 
-def delete(connection: sqlite3.Connection, record: Record) -> None:
+def delete(connection: sqlite3.Connection, record: StoredRecord) -> None:
     """Delete a record."""
     table, names = _TABLES[type(record)]
     connection.execute(
@@ -112,7 +112,7 @@ def column_value(value: object) -> object:
     return value
 
 
-def _values(record: Record) -> dict[str, object]:
+def _values(record: StoredRecord) -> dict[str, object]:
     return {name: column_value(value) for name, value in msgspec.structs.asdict(record).items()}
 
 
@@ -124,7 +124,7 @@ def _record(kind: type[R], fields: dict[str, object]) -> R:
 
 
 @cache
-def _as_json(kind: type[Record]) -> tuple[str, ...]:
+def _as_json(kind: type[StoredRecord]) -> tuple[str, ...]:
     """Return the names of the record's fields that are stored as JSON."""
     found = []
     for name, hint in get_type_hints(kind).items():

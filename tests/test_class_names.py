@@ -1,4 +1,5 @@
-"""Tests that the names of public classes are unique across the modules of the product and the scripts."""
+"""Tests that the names of public classes and of aliases for literals and unions are unique across the
+modules of the product and the scripts."""
 
 from __future__ import annotations
 
@@ -7,6 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+TYPE_NAME = re.compile(
+    r"^ *class ([A-Za-z]\w*)\b.*:$"
+    r"|^([A-Z]\w*[a-z]\w*) = (?:Literal\[|\(?\s*[\w.]+(?:\[.*\])?\s+\|\s)",
+    re.MULTILINE,
+)
+"""Matches the name of a public class, or of a module's alias for a `Literal` or a union."""
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("appliance", "console", "engine", "kernels", "scripts", "store")
 
@@ -22,15 +29,11 @@ def sources(package: str) -> Iterator[str]:
                 yield text
 
 
-def public_class_names(package: str) -> list[str]:
-    return [
-        name
-        for text in sources(package)
-        for name in re.findall(r"^ *class ([A-Za-z]\w*)\b.*:$", text, re.MULTILINE)
-    ]
+def public_type_names(package: str) -> list[str]:
+    return [found[1] or found[2] for text in sources(package) for found in TYPE_NAME.finditer(text)]
 
 
-def test_public_class_names_are_unique() -> None:
-    counts = Counter(name for package in PACKAGES for name in public_class_names(package))
+def test_public_type_names_are_unique() -> None:
+    counts = Counter(name for package in PACKAGES for name in public_type_names(package))
     assert len(counts) > 300
     assert [name for name, count in counts.items() if count > 1] == []

@@ -10,12 +10,12 @@ from appliance.channel.classes import CLASS_NAMES
 from appliance.channel.front_messages import RequestProgress
 from appliance.front_pool.progress import ProgressReader
 from appliance.protocol import RequestState
-from appliance.snapshot import Phase, UnfinishedRequest
+from appliance.snapshot import RequestPhase, UnfinishedRequest
 from appliance.traffic.request import Request as TrackedRequest
 from appliance.traffic.state import TrafficState
 from store.policies import Policies
 
-_PHASES: dict[RequestState, Phase] = {
+_PHASES: dict[RequestState, RequestPhase] = {
     "queued": "queued",
     "running": "prefill",
     "interrupted": "queued",  # the request has lost its replica and is waiting for another one

@@ -9,7 +9,7 @@ import msgspec
 
 from appliance.bench.load import STOPPED, FailureKind, Load, Record
 from appliance.bench.processes import RawRun
-from appliance.bench.workloads import Metric
+from appliance.bench.workloads import WorkloadMetric
 
 
 class Percentiles(msgspec.Struct):
@@ -131,7 +131,7 @@ class Run(msgspec.Struct, kw_only=True):
     """Reasons why the server did not sustain a trial's rate; empty if it did."""
     per_request: list[RequestTimes] = []
 
-    def metric(self, name: Metric) -> float | None:
+    def metric(self, name: WorkloadMetric) -> float | None:
         """Return the metric with this name, or None if nothing was measured."""
         if name in ("p99_ms", "ms"):
             if self.e2e_ms is None:

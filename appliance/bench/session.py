@@ -23,7 +23,7 @@ from appliance.bench.rates import (
 )
 from appliance.bench.results import Run, Slo, summarize
 from appliance.bench.server import Server
-from appliance.bench.workloads import Metric, MetricUnit, Shape, Workload
+from appliance.bench.workloads import MetricUnit, Shape, Workload, WorkloadMetric
 
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
@@ -45,7 +45,7 @@ class Result(msgspec.Struct, kw_only=True):
     description: str
     prompt_tokens: int
     output_tokens: int
-    metric: Metric
+    metric: WorkloadMetric
     unit: MetricUnit
     lower_is_better: bool = False
     runs: list[Run]

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Metric = Literal["output_tok_s", "prompt_tok_s", "p99_ms", "ms"]
+WorkloadMetric = Literal["output_tok_s", "prompt_tok_s", "p99_ms", "ms"]
 """The reported metric: "output_tok_s" or "prompt_tok_s" (tokens divided by total time), "p99_ms" (99th
 percentile of the end-to-end time), or "ms" (median of the end-to-end time)."""
 MetricUnit = Literal["tok/s", "ms p99", "ms"]
-_UNITS: dict[Metric, MetricUnit] = {
+_UNITS: dict[WorkloadMetric, MetricUnit] = {
     "output_tok_s": "tok/s",
     "prompt_tok_s": "tok/s",
     "p99_ms": "ms p99",
@@ -41,7 +41,7 @@ class Workload:
     requests: int
     concurrency: int
     shape: Shape
-    metric: Metric = "output_tok_s"
+    metric: WorkloadMetric = "output_tok_s"
 
     @property
     def unit(self) -> MetricUnit:
@@ -53,7 +53,7 @@ class Workload:
 
 
 def _at_once(
-    requests: int, prompt_tokens: int, output_tokens: int, metric: Metric = "output_tok_s"
+    requests: int, prompt_tokens: int, output_tokens: int, metric: WorkloadMetric = "output_tok_s"
 ) -> Workload:
     return Workload(requests, requests, Shape(prompt_tokens, output_tokens), metric)
 

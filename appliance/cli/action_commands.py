@@ -19,7 +19,7 @@ from appliance.cli.options import Json, RunDir, Yes
 from appliance.quantities import MAX_SPAN_S, span_text
 from store.fields import Declared
 
-WhatIf = Annotated[
+_WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
@@ -145,7 +145,7 @@ def add_command(
     own = [option for one in parameters if one.declared is None for option in one.signature()]
     own += extra
     if action.changes_fields:
-        own.append(keyword("what_if", WhatIf, False))
+        own.append(keyword("what_if", _WhatIf, False))
     if action.danger != "none":
         own.append(keyword("yes", Yes, False))
     declared = [option for one in parameters if one.declared is not None for option in one.signature()]

@@ -7,14 +7,14 @@ import threading
 from collections import deque
 from typing import get_args
 
-from appliance.pages import CORE, Level, LogLine, LogPage, LogQuery
+from appliance.pages import CORE, LineLevel, LogLine, LogPage, LogQuery
 from engine.client import child_records
 from engine.logs import area_of, short_message
 
 MAX_LINES = 2000
 """Maximum number of log lines kept in memory. If all lines have the maximum length
 (`engine.logs.MAX_MESSAGE_CHARS`), they take 4 MB."""
-_LEVELS: tuple[Level, ...] = get_args(Level)
+_LEVELS: tuple[LineLevel, ...] = get_args(LineLevel)
 
 
 class LogLines(logging.Handler):
@@ -90,5 +90,5 @@ def is_of(process: str, wanted: str) -> bool:
     return process == wanted or process.startswith((f"{wanted}.", f"{wanted} "))
 
 
-def _level(number: int) -> Level:
+def _level(number: int) -> LineLevel:
     return _LEVELS[min(max(number // 10 - 1, 0), len(_LEVELS) - 1)]

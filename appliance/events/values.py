@@ -8,10 +8,10 @@ import msgspec
 from appliance.snapshot import Snapshot
 from store.samples import leaves
 
-Value = str | float | int | bool | None
+SnapshotValue = str | float | int | bool | None
 
 
-def named_values(snapshot: Snapshot) -> dict[str, Value]:
+def named_values(snapshot: Snapshot) -> dict[str, SnapshotValue]:
     """Return all of a snapshot's numbers and texts by name, except those of individual requests, stalls and
     KV blocks."""
     kept = msgspec.structs.replace(

@@ -25,7 +25,7 @@ from appliance.history.pages import (
     TelemetryColumns,
     TelemetryQuery,
 )
-from appliance.snapshot import Alert, Phase, Snapshot, UnfinishedRequest, with_blocks
+from appliance.snapshot import Alert, RequestPhase, Snapshot, UnfinishedRequest, with_blocks
 from store.alerts import AlertReader, AlertRow
 from store.errors import StoreError
 from store.requests import LoggedRequest, RequestReader
@@ -149,7 +149,7 @@ def logged_request(row: LoggedRequest, at: float) -> UnfinishedRequest:
     ttft_s = None if row.ttft_ms is None else row.ttft_ms / 1000
     waiting = row.state == "ended" and (queue_s is None or age_s < queue_s)
     started = ttft_s is not None and age_s >= ttft_s
-    phase: Phase | None = None
+    phase: RequestPhase | None = None
     if row.state == "ended":
         phase = "queued" if waiting else "decode" if started else "prefill"
     return UnfinishedRequest(

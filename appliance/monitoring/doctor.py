@@ -16,7 +16,7 @@ from appliance.models.fit import MachineMemory, read_memory
 from appliance.models.gpus import GpuReport, find_gpus
 from appliance.monitoring import machine, models, places, processes
 from appliance.monitoring.databases import databases
-from appliance.monitoring.findings import Area, Examination, Finding, Level
+from appliance.monitoring.findings import Area, Examination, Finding, FindingLevel
 from appliance.ownership import UntrustedError
 from appliance.protocol.status import Status
 from appliance.rundir import start_remedy
@@ -154,7 +154,7 @@ def _service(
         )
 
 
-def _finding(subject: str, level: Level, text: str, remedy: str = "") -> Finding:
+def _finding(subject: str, level: FindingLevel, text: str, remedy: str = "") -> Finding:
     return Finding(area="service", subject=subject, level=level, text=text, remedy=remedy)
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Level = Literal["ok", "warning", "problem"]
+FindingLevel = Literal["ok", "warning", "problem"]
 Area = Literal["versions", "devices", "directories", "sockets", "service", "models", "databases", "leftovers"]
 
 
@@ -17,7 +17,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     area: Area
     subject: str
     """The subject of the check, in one or two words."""
-    level: Level
+    level: FindingLevel
     text: str
     """The result of the check, with the measured values."""
     remedy: str = ""

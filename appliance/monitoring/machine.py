@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from appliance.models.gpus import GpuReport
 from appliance.models.topology import Topology, describe_links, read_topology
-from appliance.monitoring.findings import Area, Finding, Level
+from appliance.monitoring.findings import Area, Finding, FindingLevel
 from appliance.monitoring.versions import product_version, requirements, version_of
 from appliance.quantities import of_bytes
 
@@ -190,5 +190,5 @@ def _descriptors() -> Finding:
     return _finding("devices", "open files", "ok", text)
 
 
-def _finding(area: Area, subject: str, level: Level, text: str, remedy: str = "") -> Finding:
+def _finding(area: Area, subject: str, level: FindingLevel, text: str, remedy: str = "") -> Finding:
     return Finding(area=area, subject=subject, level=level, text=text, remedy=remedy)

@@ -9,7 +9,7 @@ from pathlib import Path
 from appliance.models.fit import MachineMemory
 from appliance.models.preflight import check_model
 from appliance.models.readable import service_user
-from appliance.monitoring.findings import Finding, Level
+from appliance.monitoring.findings import Finding, FindingLevel
 from appliance.protocol import ModelStatus, precision
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
@@ -55,5 +55,5 @@ def _is_removed(folder: Path) -> bool:
         return False
 
 
-def _finding(name: str, level: Level, text: str, remedy: str = "") -> Finding:
+def _finding(name: str, level: FindingLevel, text: str, remedy: str = "") -> Finding:
     return Finding(area="models", subject=name, level=level, text=text, remedy=remedy)

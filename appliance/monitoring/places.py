@@ -28,7 +28,7 @@ _NO_DISK_BYTES = 64 << 20
 _SOCKETS = ("api.sock", "admin.sock")
 
 
-class SocketState(NamedTuple):
+class SocketAnswer(NamedTuple):
     """The result of one request to a Unix socket."""
 
     exists: bool
@@ -55,20 +55,20 @@ def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
     yield _disk(state_dir)
 
 
-def api_state(socket: Path) -> SocketState:
+def api_state(socket: Path) -> SocketAnswer:
     """Request `/health/ready` on `api.sock`."""
     if not os.path.exists(socket):
-        return SocketState(False, False, text="does not exist")
+        return SocketAnswer(False, False, text="does not exist")
     connection = unix_connection(socket, ANSWER_TIMEOUT_S)
     try:
         connection.request("GET", "/health/ready")
         response = connection.getresponse()
         content = response.read()
     except (OSError, HTTPException, UntrustedError) as error:
-        return SocketState(True, False, text=str(error) or type(error).__name__)
+        return SocketAnswer(True, False, text=str(error) or type(error).__name__)
     finally:
         connection.close()
-    return SocketState(True, True, response.status == 200, _reason(content))
+    return SocketAnswer(True, True, response.status == 200, _reason(content))
 
 
 def _reason(body: bytes) -> str:
@@ -83,7 +83,7 @@ def _reason(body: bytes) -> str:
     return " ".join(text.split())[:300]
 
 
-def sockets(run_dir: Path, api: SocketState, running: bool) -> Iterator[Finding]:
+def sockets(run_dir: Path, api: SocketAnswer, running: bool) -> Iterator[Finding]:
     """Check that the sockets respond. `running` is true if the admin socket has responded."""
     if running and not api.answered:
         yield Finding(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from appliance.events.values import Value, named_values
+from appliance.events.values import SnapshotValue, named_values
 from appliance.snapshot import Snapshot
 from console import units
 from console.context import Context
@@ -39,8 +39,8 @@ class Difference(NamedTuple):
     """A value at two times. None means that it was unknown or that its entry did not exist."""
 
     name: str
-    first: Value
-    second: Value
+    first: SnapshotValue
+    second: SnapshotValue
 
     @property
     def difference(self) -> float | None:
@@ -160,7 +160,7 @@ class CompareView(TableView[Difference]):
         return [BLANK, *([span(f"{name:<16}", "dim"), span(text)] for name, text in facts)]
 
 
-def _text(row: Difference, value: Value, date: Callable[[float], str] = units.short_date) -> str:
+def _text(row: Difference, value: SnapshotValue, date: Callable[[float], str] = units.short_date) -> str:
     """Format one of a row's values. `date` formats values that are times."""
     if value is None:
         return units.UNKNOWN

@@ -22,7 +22,7 @@ from appliance.actions.parameters import (
 )
 from appliance.cli.app import app
 from appliance.events.frames import let_pass
-from appliance.events.values import Value
+from appliance.events.values import SnapshotValue
 from console import units
 from console.commands import completions, described, flags, listed, parse_action
 from console.keys import KEYS, offered
@@ -357,7 +357,7 @@ def test_a_comparison_shows_times_as_dates_and_their_difference_as_a_duration() 
     ],
 )
 def test_a_comparison_shows_values_and_differences_with_units(
-    name: str, first: Value, second: Value, cells: list[str]
+    name: str, first: SnapshotValue, second: SnapshotValue, cells: list[str]
 ) -> None:
     row = Difference(name, first, second)
     assert [column.shown(row) for column in CompareView.columns[1:]] == cells

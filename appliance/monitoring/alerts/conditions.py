@@ -10,7 +10,6 @@ from appliance.alert_rules import AlertRule
 from appliance.monitoring.alerts.selection import Scope, matches_text
 from appliance.monitoring.alerts.windows import Window
 
-Phase = Literal["ok", "pending", "firing"]
 _DEFAULT_GAP = 0.1
 """Default distance between the threshold that raises an alert and the value that ends it, as a fraction of
 the threshold."""
@@ -23,7 +22,7 @@ class Condition:
     rule: AlertRule
     where: str
     scope: Scope
-    phase: Phase = "ok"
+    phase: Literal["ok", "pending", "firing"] = "ok"
     since: float = 0.0
     """Time when the condition last began to hold."""
     raised_at: float = 0.0

@@ -16,7 +16,7 @@ from typing import Generic, Literal, TypeVar
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Kind = Literal["counter", "gauge", "histogram", "summary"]
+MetricKind = Literal["counter", "gauge", "histogram", "summary"]
 Series = TypeVar("Series")
 
 
@@ -24,9 +24,14 @@ class MetricFamily(Generic[Series]):
     """A metric: its name, its meaning, and its series, keyed by label values."""
 
     def __init__(
-        self, kind: Kind, name: str, help_text: str, labels: Sequence[str], make: Callable[[str, str], Series]
+        self,
+        kind: MetricKind,
+        name: str,
+        help_text: str,
+        labels: Sequence[str],
+        make: Callable[[str, str], Series],
     ) -> None:
-        self.kind: Kind = kind
+        self.kind: MetricKind = kind
         self.name = name
         self.help = help_text
         self.labels = tuple(labels)

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from appliance.monitoring.metrics.exposition import Histograms, MetricFamily, Numbers, Summaries, Value
+from appliance.monitoring.metrics.exposition import (
+    Histograms,
+    MetricFamily,
+    MetricKind,
+    Numbers,
+    Summaries,
+    Value,
+)
 
 Source = TypeVar("Source")
-Unit = Literal["", "requests", "tokens", "seconds", "bytes", "rows", "lines", "blocks", "sequences"]
 
 
 class Metric(NamedTuple):
     """A metric and the function that reads its value."""
 
-    kind: Literal["counter", "gauge", "histogram", "summary"]
+    kind: MetricKind
     name: str
-    unit: Unit
+    unit: Literal["", "requests", "tokens", "seconds", "bytes", "rows", "lines", "blocks", "sequences"]
     help: str
     read: Callable[[Any], Any]
     """Reads the metric's value from the group's source: a number, the count and sum of a summary, or None if
