@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+HealthState = Literal["live", "ready", "not_ready"]
+
 
 class _Document(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pass
@@ -31,7 +33,7 @@ class ErrorDocument(_Document):
 class HealthDocument(_Document):
     """A readiness report. If the service is not ready, `reason` explains why."""
 
-    status: Literal["live", "ready", "not_ready"]
+    status: HealthState
     reason: str | None = None
 
 

@@ -6,15 +6,13 @@ being ready are withheld.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.channel.identity import Identity
 from appliance.front.app_state import AppState
-from appliance.front.documents import ErrorDocument, HealthDocument
+from appliance.front.documents import ErrorDocument, HealthDocument, HealthState
 from appliance.front.errors import unauthorized
 from appliance.front.models import allows
 from appliance.http.openapi import Operation
@@ -95,7 +93,7 @@ class _Health:
         return _answer(503, "not_ready", reason) if reason else _answer(200, "ready")
 
 
-def _answer(status: int, name: Literal["live", "ready", "not_ready"], reason: str | None = None) -> Response:
+def _answer(status: int, name: HealthState, reason: str | None = None) -> Response:
     headers = {"retry-after": str(_RETRY_AFTER_S)} if status == 503 else None
     body = msgspec.json.encode(HealthDocument(status=name, reason=reason))
     return Response(body, status, headers, "application/json")
