@@ -8,12 +8,13 @@ import msgspec
 
 Severity = Literal["info", "warning", "critical"]
 """Severity of an alert, in ascending order."""
+KeptPart = Literal["prompt", "answer"]
 
 
 class KeptText(msgspec.Struct, frozen=True):
     """One stored prompt or answer of a request."""
 
-    part: Literal["prompt", "answer"]
+    part: KeptPart
     number: int
     """Index of this text among the request's prompts or answers."""
     sha256: str

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ from appliance.channel.front_settings import KeepRules
 from appliance.channel.identity import Identity
 from appliance.host.memory_files import new_memory
 from appliance.text.redaction import Redactor
-from store.structs import KeptText
+from store.structs import KeptPart, KeptText
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _in_memory(transcript: Transcript, rules: KeepRules) -> int:
 def _parts(transcript: Transcript, rules: KeepRules) -> Iterator[KeptText]:
     redactor = Redactor(rules.redact, rules.secret_prefixes)
     space = MAX_REQUEST_CHARS
-    texts: list[tuple[Literal["prompt", "answer"], int, Text]] = [
+    texts: list[tuple[KeptPart, int, Text]] = [
         *(("prompt", number, text) for number, text in enumerate(transcript.prompts)),
         *(("answer", number, text) for number, text in enumerate(transcript.answers)),
     ]
@@ -135,7 +135,7 @@ def _parts(transcript: Transcript, rules: KeepRules) -> Iterator[KeptText]:
 
 
 def _part(
-    name: Literal["prompt", "answer"],
+    name: KeptPart,
     number: int,
     text: Text,
     transcript: Transcript,
