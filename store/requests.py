@@ -30,6 +30,7 @@ MAX_EXAMINED = 20_000
 
 Time = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 Text = Annotated[str, msgspec.Meta(max_length=400)]
+RowState = Literal["open", "ended"]
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
@@ -96,7 +97,7 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
 
     sequence: int
     """Sequence number of the row's last change, used by `RequestReader.changes`."""
-    state: Literal["open", "ended"]
+    state: RowState
     double_ends: int
     """Number of attempts to close the row after it had already been closed. Any value other than 0 indicates
     a bug in the service."""
@@ -224,7 +225,7 @@ class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
     """A client, such as "uid 1000"."""
     model: Text | None = None
     request_class: Literal["P0", "P1", "P2", "P3"] | None = msgspec.field(default=None, name="class")
-    state: Literal["open", "ended"] | None = None
+    state: RowState | None = None
     status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
     """HTTP status code."""
     finish_reason: Text | None = None
