@@ -25,8 +25,10 @@ MAX_TIME = 1e11
 MAX_TEXT_CHARS = 200
 MAX_NAMES = 256
 """Maximum number of items in a field's list."""
-CLASSES = 4
-"""Number of service classes: P0 real-time, P1 interactive, P2 batch, P3 background."""
+ClassName = Literal["P0", "P1", "P2", "P3"]
+"""A service class: real-time (P0), interactive (P1), batch (P2) or background (P3)."""
+CLASS_NAMES: tuple[ClassName, ...] = get_args(ClassName)
+CLASSES = len(CLASS_NAMES)
 
 
 class Field(NamedTuple):

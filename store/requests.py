@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from store.database import insert_sql, reading
+from store.fields import ClassName
 from store.schemas import HISTORY
 from store.usage import add_ended
 from store.writer import Writer
@@ -224,7 +225,7 @@ class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
     peer: Text | None = None
     """A client, such as "uid 1000"."""
     model: Text | None = None
-    request_class: Literal["P0", "P1", "P2", "P3"] | None = msgspec.field(default=None, name="class")
+    request_class: ClassName | None = msgspec.field(default=None, name="class")
     state: RowState | None = None
     status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
     """HTTP status code."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from appliance.channel.classes import CLASS_NAMES
 from appliance.channel.front_messages import RequestProgress
 from appliance.front_pool.progress import ProgressReader
 from appliance.protocol import RequestState
 from appliance.snapshot import RequestPhase, UnfinishedRequest
 from appliance.traffic.request import Request as TrackedRequest
 from appliance.traffic.state import TrafficState
+from store.fields import CLASS_NAMES
 from store.policies import Policies
 
 _PHASES: dict[RequestState, RequestPhase] = {

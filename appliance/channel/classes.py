@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from appliance.channel.identity import Identity
-
-CLASS_NAMES = ("P0", "P1", "P2", "P3")
-"""The service classes: real-time (P0), interactive (P1), batch (P2) and background (P3)."""
+from store.fields import CLASS_NAMES
 
 _ASKED = {name: number for number, name in enumerate(CLASS_NAMES)} | {"priority": 0, "flex": 2}
 """The service class for each class name and each OpenAI service tier. The tiers "auto", "default" and "scale"

@@ -10,7 +10,6 @@ import math
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.channel.classes import CLASS_NAMES
 from appliance.channel.identity import Identity
 from appliance.front.app_state import AppState
 from appliance.front.body_budget import BodyReservation
@@ -18,6 +17,7 @@ from appliance.front.errors import ApiError, forbidden, invalid
 from appliance.front.request_context import RequestContext, make_request_id, response_ids
 from appliance.http.headers import header
 from appliance.scopes import granted
+from store.fields import CLASS_NAMES
 
 _MAX_PATH_CHARS = 100
 _MAX_DEADLINE_MS = 86_400_000

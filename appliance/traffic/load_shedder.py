@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.channel.classes import CLASS_NAMES
 from appliance.traffic.rules import QueueRules
+from store.fields import CLASS_NAMES
 
 CALM, REFUSE_BACKGROUND, DROP_BACKGROUND, REFUSE_BATCH, REFUSE_INTERACTIVE = range(5)
 """The load-shedding steps. P2 and P1 requests are refused only if they would wait longer than their class's

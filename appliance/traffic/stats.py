@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from appliance.channel.classes import CLASS_NAMES
 from appliance.protocol import LimitUsage
 from appliance.protocol.status import ClassStatus
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.tenants import Tenants
+from store.fields import CLASS_NAMES
 from store.policies import CLASSES, QuotaScope
 
 

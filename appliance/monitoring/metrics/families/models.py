@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from appliance.channel.classes import CLASS_NAMES
 from appliance.monitoring.metrics.metric import Metric
 from appliance.protocol import ReplicaStatus
 from appliance.traffic.stats import ModelStats
 from engine.messages import BLOCK_TOKENS
+from store.fields import CLASS_NAMES
 
 
 class GatewaySource(NamedTuple):
