@@ -24,6 +24,7 @@ from appliance.protocol.status import (
 )
 from engine.messages import KvDType
 from engine.rank_messages import NO_OWNER as NO_OWNER
+from store.fields import ClassName
 from store.structs import Severity
 
 RequestPhase = Literal["queued", "prefill", "decode", "ending"]
@@ -232,8 +233,7 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
 class UnfinishedRequest(InFlight, kw_only=True, gc=False):
     """An unfinished request, with its progress."""
 
-    class_name: str = ""
-    """Service class, from "P0" to "P3"."""
+    class_name: Literal[ClassName, ""] = ""
     phase: RequestPhase | None = None
     key_name: str = ""
     stream: bool | None = None

@@ -26,7 +26,7 @@ from appliance.actions.parameters import (
 from appliance.history.forecasts import QuotaForecast
 from appliance.pages import ChainReport
 from appliance.protocol import Done, Silence
-from appliance.protocol.status import ClassStatus, ServiceState, SocketStatus
+from appliance.protocol.status import CLASS_NAMES, ClassStatus, ServiceState, SocketStatus
 from appliance.snapshot import (
     Alert,
     Batch,
@@ -369,7 +369,7 @@ class FakeSource:
             mine = [sim.now - one.arrived for one in sim.queue if one.number == number and not one.held]
             classes.append(
                 ClassStatus(
-                    name=f"P{number}",
+                    name=CLASS_NAMES[number],
                     waiting=len(mine),
                     oldest_wait_s=max(mine, default=0.0),
                     expected_wait_s=len(mine) * 0.08,
@@ -467,7 +467,7 @@ class FakeSource:
             age_s=now - one.arrived,
             prompt_tokens=one.prompt,
             max_tokens=one.max_tokens,
-            class_name=f"P{one.number}",
+            class_name=CLASS_NAMES[one.number],
             phase="queued" if queued else "prefill" if one.first_token is None else "decode",
             key_name=one.key_name,
             stream=one.key != 1,

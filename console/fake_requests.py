@@ -6,6 +6,7 @@ import random
 from datetime import UTC, datetime, timedelta
 
 from appliance.pages import NamedRequest, UsageRow
+from appliance.protocol.status import CLASS_NAMES
 from console.simulated import KEY_NAMES, SimRequest, SimTenant, key_id
 from console.simulation import Simulation
 from console.source import USAGE_DAYS
@@ -38,7 +39,7 @@ def _logged(number: int, one: SimRequest) -> NamedRequest:
         key_name=one.key_name,
         endpoint="/v1/chat/completions",
         model=one.model,
-        request_class=f"P{one.number}",
+        request_class=CLASS_NAMES[one.number],
         stream=one.key != 1,
         prompt_tokens=one.prompt,
         cached_tokens=one.cached,

@@ -49,8 +49,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     endpoint: str
     model: str | None = None
     version: str | None = None
-    request_class: str = "P1"
-    """Service class, from P0 (real-time) to P3 (background)."""
+    request_class: ClassName = "P1"
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0

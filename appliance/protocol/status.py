@@ -8,6 +8,8 @@ import msgspec
 
 from appliance.channel.front_stats import FrontStats
 from appliance.protocol import DrainStatus, ModelStatus
+from store.fields import CLASS_NAMES as CLASS_NAMES
+from store.fields import ClassName
 from store.structs import WriterState
 
 FrontState = Literal["starting", "ready", "silent", "restarting", "stopping", "stopped"]
@@ -30,8 +32,7 @@ class FrontStatus(FrontStats, frozen=True, kw_only=True):
 class ClassStatus(msgspec.Struct, kw_only=True):
     """The status of a service class across all models."""
 
-    name: str
-    """Name of the service class, from "P0" to "P3"."""
+    name: ClassName
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float | None

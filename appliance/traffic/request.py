@@ -15,6 +15,7 @@ from appliance.traffic.fairness import Ticket
 from appliance.traffic.quotas import Reservation
 from engine.messages import FinishReason
 from engine.rank_messages import Finished
+from store.fields import CLASS_NAMES
 from store.requests import RequestRow
 
 log = logging.getLogger(__name__)
@@ -261,7 +262,7 @@ def row_of(request: Request, now: float) -> RequestRow:
         endpoint=first.endpoint,
         model=first.model,
         version=(request.latest.version if request.latest else "") or request.version or None,
-        request_class=f"P{request.request_class}",
+        request_class=CLASS_NAMES[request.request_class],
         stream=first.stream,
         prompt_tokens=first.prompt_tokens,
         cached_tokens=min(request.cached_tokens, first.prompt_tokens),
@@ -294,7 +295,7 @@ def retried_row(retried: Retried, version: str | None, now: float) -> RequestRow
         **_head(retried),
         finished_at=now,
         version=version,
-        request_class=f"P{retried.request_class}",
+        request_class=CLASS_NAMES[retried.request_class],
         ttft_ms=retried.e2e_ms,
         e2e_ms=retried.e2e_ms,
         finish_reason=retried.finish_reason,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus
-from appliance.protocol.status import ClassStatus, FrontStatus
+from appliance.protocol.status import CLASS_NAMES, ClassStatus, FrontStatus
 from appliance.snapshot import (
     NO_OWNER,
     Batch,
@@ -202,13 +202,13 @@ class _State:
             limit=1000,
             classes=[
                 ClassStatus(
-                    name=f"P{number}",
+                    name=name,
                     waiting=rng.randint(0, 10),
                     oldest_wait_s=rng.uniform(0, 0.3),
                     expected_wait_s=rng.uniform(0, 0.3),
                     target_s=float(number),
                 )
-                for number in range(4)
+                for number, name in enumerate(CLASS_NAMES)
             ],
         )
 
