@@ -60,7 +60,7 @@ class LoadProgress:
 
 def load_text(status: LoadStatus) -> str:
     """Return a load's progress in one line, such as "read 43% of 15.0 GiB, 2.1 GiB/s, 4 s left"."""
-    parts = [status.stage]
+    parts: list[str] = [status.stage]
     if status.total:
         parts[0] += f" {percent(status.done / status.total)} of {_amount(status.total, status.unit)}"
     else:

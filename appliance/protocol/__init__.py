@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.messages import KvDType, ModelDType, WeightsDType
-from engine.rank_messages import ReplicaStats
+from engine.rank_messages import LoadStage, ReplicaStats
 from store.policies import KeyFields, TenantRecord
 from store.structs import KeptText
 from store.structs import Silence as Silence
@@ -40,8 +40,7 @@ BreakerState = Literal["closed", "open", "half-open"]
 class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a replica that is loading its model."""
 
-    stage: str
-    """The current loading stage: start, read, convert, build or warm up."""
+    stage: LoadStage
     detail: str = ""
     """What the loading stage is currently processing, such as a file name."""
     done: int = 0
