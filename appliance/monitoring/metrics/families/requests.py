@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from appliance.monitoring.metrics.metric import Metric
 from store.requests import RequestRow
 
@@ -14,8 +16,8 @@ NEXT_TOKEN_BOUNDS_S = (
 REQUEST_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 45, 60, 120, 300, 600, 1800)
 
 
-def outcome(row: RequestRow) -> str:
-    """Return a request's outcome: "ok", "cancelled", "refused", "rejected" or "failed"."""
+def outcome(row: RequestRow) -> Literal["ok", "cancelled", "refused", "rejected", "failed"]:
+    """Return a request's outcome."""
     status = row.status or 500
     if status < 400:
         # A stream can fail after its status code has been sent.
