@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from appliance.monitoring.findings import FindingLevel
 from appliance.pages import ChainReport
-from appliance.protocol import AuditHead, Key, PeerMapping
+from appliance.protocol import AuditHead, FindingLevel, Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from console.fake_log import FakeLog
 from console.fake_requests import finished_requests, usage_rows

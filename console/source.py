@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from appliance.history.forecasts import QuotaForecast
-from appliance.monitoring.findings import FindingLevel
 from appliance.pages import ChainReport, LineLevel, NamedRequest, UsageRow
-from appliance.protocol import Key, PeerMapping, Silence, Tenant
+from appliance.protocol import FindingLevel, Key, PeerMapping, Silence, Tenant
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Snapshot
 

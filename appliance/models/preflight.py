@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from appliance.models.checkpoint_files import FolderFault, check_files
 from appliance.models.fit import MachineMemory, MemoryFit, UnfitError, fit
 from appliance.models.readable import FileReader, unreadable_reason
-from appliance.protocol import precision
+from appliance.protocol import FindingLevel, precision
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 
@@ -29,7 +28,7 @@ load."""
 class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one check of a model. A model with a problem cannot be served."""
 
-    level: Literal["ok", "warning", "problem"]
+    level: FindingLevel
     text: str
     """The result of the check, with the measured values."""
     remedy: str = ""

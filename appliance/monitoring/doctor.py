@@ -16,8 +16,9 @@ from appliance.models.fit import MachineMemory, read_memory
 from appliance.models.gpus import GpuReport, find_gpus
 from appliance.monitoring import machine, models, places, processes
 from appliance.monitoring.databases import databases
-from appliance.monitoring.findings import Area, Examination, Finding, FindingLevel
+from appliance.monitoring.findings import Area, Examination, Finding
 from appliance.ownership import UntrustedError
+from appliance.protocol import FindingLevel
 from appliance.protocol.status import Status
 from appliance.rundir import start_remedy
 from appliance.settings import Settings, SettingsError

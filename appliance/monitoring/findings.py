@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-FindingLevel = Literal["ok", "warning", "problem"]
+from appliance.protocol import FindingLevel
+
 Area = Literal["versions", "devices", "directories", "sockets", "service", "models", "databases", "leftovers"]
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from appliance.models.gpus import GpuReport
 from appliance.models.topology import Topology, describe_links, read_topology
-from appliance.monitoring.findings import Area, Finding, FindingLevel
+from appliance.monitoring.findings import Area, Finding
 from appliance.monitoring.versions import product_version, requirements, version_of
+from appliance.protocol import FindingLevel
 from appliance.quantities import of_bytes
 
 _MIN_PYTHON = (3, 11)

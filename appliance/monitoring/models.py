@@ -9,8 +9,8 @@ from pathlib import Path
 from appliance.models.fit import MachineMemory
 from appliance.models.preflight import check_model
 from appliance.models.readable import service_user
-from appliance.monitoring.findings import Finding, FindingLevel
-from appliance.protocol import ModelStatus, precision
+from appliance.monitoring.findings import Finding
+from appliance.protocol import FindingLevel, ModelStatus, precision
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 

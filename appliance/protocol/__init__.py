@@ -22,6 +22,7 @@ def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+FindingLevel = Literal["ok", "warning", "problem"]
 
 
 ReplicaState = Literal[
