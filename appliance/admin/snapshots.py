@@ -33,6 +33,7 @@ from appliance.snapshot import (
     TenantUse,
     UnfinishedRequest,
 )
+from engine.messages import BLOCK_TOKENS
 from store.policies import Policies, TenantRecord
 
 MAX_TENANTS = 200
@@ -40,7 +41,6 @@ MAX_TENANTS = 200
 _CHOOSE_EVERY_S = 30.0
 """Interval, in seconds, at which the tenants in a snapshot are chosen again if there are more than
 `MAX_TENANTS`."""
-_BLOCK_TOKENS = 64
 _COUNT_KEYS_EVERY_S = 15.0
 
 
@@ -185,7 +185,7 @@ class SnapshotReader:
             blocks_total=replica.blocks_total,
             blocks_used=replica.blocks_used,
             blocks_cached=replica.blocks_cached,
-            block_tokens=_BLOCK_TOKENS,
+            block_tokens=BLOCK_TOKENS,
             kv_bytes=replica.kv_bytes or None,
             kv_cache_dtype=replica.kv_cache_dtype,
             prompt_tokens=replica.prompt_tokens,
