@@ -23,7 +23,7 @@ _UNIT_FOLDERS = (
     "/usr/local/lib/systemd/system",
     "/usr/lib/systemd/system",
 )
-_UNIT = "appliance.service"
+UNIT = "appliance.service"
 _BOOTED = Path("/run/systemd/system")
 """A directory that exists if systemd is running (sd_booted(3))."""
 _LOCK = "service.lock"
@@ -100,7 +100,7 @@ def last_holder(run_dir: Path) -> LockHolder | None:
 
 def unit_is_installed() -> bool:
     """Return whether systemd is running and the service's unit is installed."""
-    return _BOOTED.is_dir() and any(os.path.exists(f"{folder}/{_UNIT}") for folder in _UNIT_FOLDERS)
+    return _BOOTED.is_dir() and any(os.path.exists(f"{folder}/{UNIT}") for folder in _UNIT_FOLDERS)
 
 
 def start_remedy(run_dir: Path) -> str:

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.rundir import UNIT
 from store.evidence import Recorded, recorded_in
 from store.heads import lines_of
 
-UNIT = "appliance.service"
 JOURNAL = "the journal"
 """Source name shown for audit chain heads found in the journal."""
 MAX_READ_S = 20.0
