@@ -32,7 +32,7 @@ from store.requests import LoggedRequest, RequestReader
 from store.telemetry import RESOLUTIONS, Resolution
 from store.telemetry_reader import RecordedSample, TelemetryReader, TooManyValuesError
 
-_SHOWN_ENDED_S = 3600.0
+SHOWN_ENDED_S = 3600.0
 _SHOWN_ALERTS = 200
 _LITERAL = str.maketrans({"[": "[[]", "?": "[?]"})
 """Escapes all characters that are special in `fnmatch` patterns, except `*`."""
@@ -85,7 +85,7 @@ class PastReader:
             at = snapshot.at
             rows = self._requests.unfinished(at, MAX_RECORDED_REQUESTS)
             snapshot.requests = [logged_request(row, at) for row in rows]
-            alerts = self._alerts.shown(at, _SHOWN_ENDED_S, _SHOWN_ALERTS)
+            alerts = self._alerts.shown(at, SHOWN_ENDED_S, _SHOWN_ALERTS)
             snapshot.alerts = [alert_at(row, at) for row in alerts]
         previous, following = self._telemetry.neighbours(recorded)
         return PastSnapshot(

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from appliance.alert_rules import AlertRule
-from appliance.history.reader import alert_at
+from appliance.history.reader import SHOWN_ENDED_S, alert_at
 from appliance.monitoring.alerts.evaluation import Evaluator, Raised, Transition
 from appliance.snapshot import Alert, AlertEvent
 from store.alerts import AlertLog, AlertRow
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _SHOWN_ENDED = 50
 """Maximum number of ended alerts that `list` returns."""
-_SHOWN_ENDED_S = 3600.0
 MAX_SILENCES = 500
 
 
@@ -89,7 +88,7 @@ class AlertManager:
             for alert in self._evaluator.alerts.values()
             if alert.announced and alert.ended_at is None
         ]
-        since = self._clock() - _SHOWN_ENDED_S
+        since = self._clock() - SHOWN_ENDED_S
         ended = [alert for alert in self._ended if (alert.ended_at or 0.0) >= since]
         return sorted([*lasting, *ended], key=lambda alert: -(alert.since or 0.0))
 
