@@ -19,7 +19,8 @@ from pathlib import Path
 SERVICE_USER = "APPLIANCE_SERVICE_USER"
 """Environment variable that names the service's user. Required if the service runs neither as root nor as the
 caller."""
-_UCRED = struct.Struct("3i")
+UCRED = struct.Struct("3i")
+"""The process id, user and group that SO_PEERCRED returns (unix(7))."""
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -105,7 +106,7 @@ def check_database(path: Path, uids: frozenset[int]) -> None:
 def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
     """Raise UntrustedError unless the process that listens on a connected Unix socket runs as one of these
     users."""
-    _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    _, uid, _ = UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
     if uid not in uids:
         raise UntrustedError(
             f"the process on socket {os.fsdecode(sock.getpeername())} runs as {user_name(uid)}, not as "

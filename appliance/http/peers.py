@@ -9,8 +9,8 @@ import struct
 from typing import NamedTuple
 
 from appliance.channel.core_messages import SocketKind
+from appliance.ownership import UCRED
 
-_UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
 """The socket option that returns a peer's groups, from asm-generic/socket.h (Linux 4.13 or later). Python's
 socket module does not define it."""
@@ -48,7 +48,7 @@ class Peer(NamedTuple):
 def unix_peer(sock: socket.socket) -> Peer:
     """Return the process that connected to a Unix socket, as recorded by the kernel. For a process in more
     than 256 groups, only the primary group is returned."""
-    _, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    _, uid, gid = UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
     others = b""
     with contextlib.suppress(
         OSError

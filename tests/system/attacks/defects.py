@@ -81,8 +81,8 @@ DEFECTS = (
         "command_line",
         "the user of the process behind a socket is not checked",
         "appliance/ownership.py",
-        "    _, uid, _ = _UCRED.unpack(",
-        "    return\n    _, uid, _ = _UCRED.unpack(",
+        "    _, uid, _ = UCRED.unpack(",
+        "    return\n    _, uid, _ = UCRED.unpack(",
         "another_users_process",
     ),
     Defect(
