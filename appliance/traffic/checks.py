@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
-_MAX_VOID = 1024
+MAX_VOID = 1024
 """Stale heap entries are removed only once there are more than this many. An entry is stale once its request
 is no longer waiting."""
 
@@ -32,7 +32,7 @@ class Checks:
         self._serial += 1
         self._waiting[request.request_id] = request
         heapq.heappush(self._heap, (due, self._serial, request.request_id))
-        if len(self._heap) > 2 * len(self._waiting) + _MAX_VOID:
+        if len(self._heap) > 2 * len(self._waiting) + MAX_VOID:
             self._heap = [check for check in self._heap if check[2] in self._waiting]
             heapq.heapify(self._heap)
 

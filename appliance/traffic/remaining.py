@@ -6,12 +6,9 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
+from appliance.traffic.checks import MAX_VOID
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
-
-_MAX_VOID = 1024
-"""Stale heap entries are removed only once there are more than this many. An entry is stale once its request
-is no longer waiting."""
 
 
 class Remaining(NamedTuple):
@@ -59,7 +56,7 @@ class Outstanding:
         self._prompts += work.prompt_tokens
         self._outputs += work.outputs
         heapq.heappush(self._longest, (-work.each, request.request_id))
-        if len(self._longest) > 2 * len(self._waiting) + _MAX_VOID:
+        if len(self._longest) > 2 * len(self._waiting) + MAX_VOID:
             self._longest = [(-work.each, name) for name, work in self._waiting.items()]
             heapq.heapify(self._longest)
 
