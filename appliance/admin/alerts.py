@@ -10,16 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.actions.parameters import AcknowledgeAlert, SilenceAlerts, UnsilenceAlerts
+from appliance.admin.bodies import ERRORS
 from appliance.admin.effects import Effect, done
 from appliance.http.openapi import Operation
 from appliance.monitoring.alerts.manager import AlertManager
-from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
 from appliance.snapshot import Alert
 from store.audit import Actor
 from store.structs import Silence
-
-_ERRORS = dict.fromkeys((400, 401, 403), ErrorBody)
 
 
 class AlertAdmin:
@@ -63,5 +61,5 @@ def _route(path: str, read: Callable[[], Any], answer: Any, summary: str) -> Sco
     async def show(request: Request) -> Response:
         return Response(msgspec.json.encode(read()), media_type="application/json")
 
-    operation = Operation(summary, answer=answer, errors=_ERRORS)
+    operation = Operation(summary, answer=answer, errors=ERRORS)
     return ScopedRoute("GET", path, show, wanted="read", operation=operation)

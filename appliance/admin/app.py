@@ -16,13 +16,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
-from appliance.admin.bodies import AdminRequestError, error_answer, json_answer, read_parameters
+from appliance.admin.bodies import ERRORS, AdminRequestError, error_answer, json_answer, read_parameters
 from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.calls import READ_ONLY_HEADER
 from appliance.http import Connection, CountedLog
 from appliance.http.openapi import Operation, openapi_document
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
-from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Tenant
+from appliance.protocol import Configuration, Key, PeerMapping, Tenant
 from appliance.protocol.registry import RegisteredModel
 from appliance.protocol.status import Status
 from appliance.scopes import InsufficientScopeError, ScopedRoute, check_routes
@@ -33,7 +33,6 @@ _READ_ONLY = (
     "this session is read-only: to act on the service, start the console with --write, or send the request "
     f"without the {READ_ONLY_HEADER} header"
 )
-_ERRORS = dict.fromkeys((400, 401, 403), ErrorBody)
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -184,7 +183,7 @@ def _shown(path: str, read: Callable[[], Any], result: Any, summary: str) -> Sco
         shown = read()
         return json_answer(await shown if inspect.isawaitable(shown) else shown)
 
-    operation = Operation(summary, answer=result, errors=_ERRORS)
+    operation = Operation(summary, answer=result, errors=ERRORS)
     return ScopedRoute("GET", path, show, wanted="read", operation=operation)
 
 
@@ -202,6 +201,6 @@ def _action_route(backend: Backend, action: Action) -> ScopedRoute:
         description=action.description,
         body=action.parameters,
         answer=action.result,
-        errors=_ERRORS,
+        errors=ERRORS,
     )
     return ScopedRoute("POST", f"/actions/{action.name}", act, wanted="admin", operation=operation)

@@ -13,6 +13,8 @@ from appliance.protocol import ErrorBody
 Parameters = TypeVar("Parameters", bound=msgspec.Struct)
 
 _MAX_BODY_BYTES = 64 << 10
+ERRORS = dict.fromkeys((400, 401, 403), ErrorBody)
+"""Error responses in the API document: invalid request, missing or unknown key, and missing permission."""
 
 
 class AdminRequestError(Exception):
