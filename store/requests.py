@@ -91,6 +91,11 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     fallback_of: str | None = None
     """The model that was requested, if its fallback answered instead. `model` is then the fallback."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether the request ended with an error."""
+        return self.error is not None or (self.status or 0) >= 400
+
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """A request log row as read from the database."""

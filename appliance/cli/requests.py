@@ -151,7 +151,7 @@ def _show_as_they_come(rows: list[NamedRequest], more: Iterator[NamedRequest] | 
 
 def _print_line(layout: Layout, row: NamedRequest, cells: tuple[str, ...]) -> None:
     line = layout.line(cells)
-    print(paint(line, "red") if _failed(row) else paint(line, "dim") if row.state == "open" else line)
+    print(paint(line, "red") if row.failed else paint(line, "dim") if row.state == "open" else line)
 
 
 def _cells(row: NamedRequest) -> tuple[str, ...]:
@@ -194,7 +194,3 @@ def unseen(changes: Iterator[NamedRequest], shown: dict[str, NamedRequest]) -> I
         before = shown.pop(row.request_id, None)
         if before is None or before.state != row.state:
             yield row
-
-
-def _failed(row: NamedRequest) -> bool:
-    return row.error is not None or (row.status or 0) >= 400

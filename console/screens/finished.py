@@ -17,18 +17,13 @@ from console.screens.table import TableColumn, TableView
 from console.source import MAX_ROWS, ListName
 
 
-def failed(row: NamedRequest) -> bool:
-    """Return whether a request ended with an error."""
-    return row.error is not None or (row.status or 0) >= 400
-
-
 def _result(row: NamedRequest) -> str:
     reason = row.finish_reason or units.UNKNOWN
-    return f"{row.status or units.UNKNOWN} {reason}" if failed(row) else reason
+    return f"{row.status or units.UNKNOWN} {reason}" if row.failed else reason
 
 
 def _result_role(row: NamedRequest) -> Role:
-    if not failed(row):
+    if not row.failed:
         return "good"
     return "warn" if (row.status or 0) < 500 else "bad"
 
@@ -158,7 +153,7 @@ class FinishedView(TableView[NamedRequest]):
         return row.request_id
 
     def note(self, context: Context) -> str:
-        count = sum(failed(row) for row in self.rows(context))
+        count = sum(row.failed for row in self.rows(context))
         return f"{count} failed" if count else ""
 
     def describe(self, row: NamedRequest, context: Context, width: int) -> list[Line]:
