@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 from engine.messages import BLOCK_TOKENS
 from kernels import PAGE_TOKENS
@@ -62,6 +65,19 @@ def test_every_part_has_its_import_contract() -> None:
 def test_the_engine_and_the_kernels_use_the_same_block_size() -> None:
     # The engine and the kernels both define the constant, because the message structs may not import torch.
     assert BLOCK_TOKENS == PAGE_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "copied_in"),
+    [
+        ("engine.plan", "BAD_TOKEN", "kernels.draws"),
+        ("engine.sizing", "_GATHERED_BYTES", "kernels.reference_attention"),
+        ("appliance.bench.rates", "MAX_REQUESTS", "appliance.cli.bench_options"),
+        ("store.fields", "CLASSES", "engine.levels"),
+    ],
+)
+def test_constants_that_cannot_be_imported_are_equal(module: str, name: str, copied_in: str) -> None:
+    assert getattr(import_module(module), name) == getattr(import_module(copied_in), name)
 
 
 def test_files_named_in_documents_exist() -> None:
