@@ -34,7 +34,7 @@ def text(value: str) -> Content:
 
 
 def lines_of(texts: Sequence[str]) -> Content:
-    """Join texts as lines, without markup or control characters."""
+    """Join the texts, one per line, with markup and control characters removed."""
     return Content("\n").join([text(one) for one in texts])
 
 

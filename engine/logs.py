@@ -72,7 +72,7 @@ class CopiedRecord(msgspec.Struct, frozen=True):
 
 
 class CopyFormatter(logging.Formatter):
-    """Formats a record as a line of JSON, a `CopiedRecord`."""
+    """Formats a log record as a `CopiedRecord`, in one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as a line of JSON."""

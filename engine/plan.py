@@ -31,7 +31,7 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def members(self) -> list[tuple[int, int]]:
-        """(slot, sample) of the sequence and of each of its forks."""
+        """The (slot, sample) pairs of the sequence and its forks."""
         return [(self.slot, self.sample), *self.forks]
 
 

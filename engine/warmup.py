@@ -39,9 +39,9 @@ def warm_up(
     progress: ProgressCallback = no_progress,
 ) -> None:
     """Launch every kernel used by steps that are not replayed from a graph. All ranks must call this
-    function. `steps` runs padded passes of all `sizes`, which do not change its KV cache. `apart` runs one
-    step of every kind; its tables are invalid afterwards. `collect` is called with each step's results, to
-    load the kernels used for reading results.
+    function. `steps` runs padded passes of every size in `sizes`; its KV cache does not change. `apart` runs
+    one step of every kind; its tables are invalid afterwards. `collect` is called with each step's results,
+    to load the kernels used for reading results.
     """
     run_padded_passes(steps, sizes, progress)
     for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):

@@ -184,7 +184,7 @@ class HeadKeeper:
         if
 
         - the key was just created, or
-        - the heads file contains heads of rows after `named` that were signed with a different key.
+        - the heads file contains heads, signed with a different key, of rows after `named`.
 
         `named` is the latest row that names this key; `newest` is the newest row of the chain.
         """

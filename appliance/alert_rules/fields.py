@@ -113,7 +113,7 @@ def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
     faults = []
     thresholds = (rule.above is not None) + (rule.below is not None) + bool(rule.texts)
     if thresholds != 1:
-        description = f"rule {rule.name!r} has {thresholds} thresholds"
+        description = f"rule {rule.name!r} has {thresholds} thresholds instead of one"
         faults.append(RuleFault("above", description, "set exactly one of above, below and texts"))
     threshold = rule.above if rule.above is not None else rule.below
     if rule.clear is not None and threshold is not None:

@@ -1,4 +1,4 @@
-"""Runs the `appliance` command as `python -m appliance.cli`."""
+"""Lets the `appliance` command be run as `python -m appliance.cli`."""
 
 import sys
 

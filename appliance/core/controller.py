@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _PAUSE_S = 2.0
-"""If a tick is later than this, in seconds, the core itself was paused, for example with its virtual
-machine."""
+"""If a tick is late by more than this, in seconds, the core itself was paused, for example because its
+virtual machine was."""
 _COUNT_WITHIN_S = 1.0
 """Maximum time, in seconds, to wait for replicas to report the last requests' token counts before the service
 stops."""

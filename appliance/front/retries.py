@@ -150,7 +150,7 @@ class Retries:
     def __init__(self, to_core: Callable[[FrontToCore], None]) -> None:
         self.rules = RetryRules()
         self.stopping = False
-        """Whether the front is stopping. If so, a run ends when its last client disconnects."""
+        """Whether this front process is stopping. If so, each run ends when its last client disconnects."""
         self.kept_bytes = 0
         self.runs: dict[bytes, KeyedRun] = {}
         self._to_core = to_core

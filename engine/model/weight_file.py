@@ -76,8 +76,8 @@ class WeightFile:
     def _is_cached(self, first: int, nbytes: int) -> bool | None:
         """Return whether the range is in the page cache, or None if unknown. Probes one page in each half of
         the range. Probing an uncached page loads it into the cache. The pages are therefore chosen at random,
-        so that the next start probes different pages. Two pages are probed, because a fast disk may load the
-        first page while it is being probed.
+        so that loading the file again probes different pages. Two pages are probed, because a fast disk may
+        load the first page while it is being probed.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))

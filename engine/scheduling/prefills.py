@@ -51,8 +51,8 @@ class PrefillScheduler:
             self._left_out_for, self._left_out_for_since = LEVELS, 0
 
     def leaves_out(self, sequence: Sequence) -> bool:
-        """Return whether the step skips this sequence's prompt because the step contains a chunk of a
-        higher-priority level."""
+        """Return whether the step skips this sequence's prompt because it already contains a chunk of a
+        prompt with a higher priority."""
         again = self._left_out_for <= self._best and self._left_out_for_since >> self._best & 1
         if sequence.level <= self._best or again:
             return False

@@ -334,9 +334,9 @@ def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
     expanded: whether it reads the scratch pool.
 
     Two programs run per multiprocessor, so that one can compute its softmax while the other uses the tensor
-    cores. With 8 warps each, this leaves at most 128 registers per thread, too few to continue during a
-    matrix multiply-accumulate, so the compiled code waits for each one to finish. With 4 warps, it does not
-    wait, but loops that read a block table or convert FP8 values spill slightly more registers.
+    cores. With 8 warps each, this leaves at most 128 registers per thread. These are too few to do other
+    work during a matrix multiply-accumulate, so the compiled code waits for each one to finish. With 4 warps,
+    it does not wait, but loops that read a block table or convert FP8 values spill slightly more registers.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)

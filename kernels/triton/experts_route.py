@@ -366,7 +366,7 @@ def _logits(
     k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        # Read the router from memory while the norm is still running.
+        # Read the router's weights from memory while the norm is still running.
         line: tl.constexpr = 128 * 8 // router.dtype.element_ty.primitive_bitwidth
         column = split * length + tl.arange(0, LINES) * line
         at = tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + tl.minimum(column, HIDDEN - 1)[None, :]

@@ -91,7 +91,10 @@ def test_a_wrong_rule_is_reported_with_its_line_and_remedy(
         RULE + '\n[[alerts.rules]]\nname = "two"\nmetric = "queue.waiting"\nabove = 1\nbelow = 1\n'
     )
     said = run("test", rules, "--on", recorded, code=1)
-    assert f"{rules}:12: rule 'two' has 2 thresholds: set exactly one of above, below and texts" in said
+    assert (
+        f"{rules}:12: rule 'two' has 2 thresholds instead of one: set exactly one of above, below and texts"
+        in said
+    )
     rules.write_text(RULE.replace("above", "abve"))
     said = run("test", rules, "--on", recorded, code=1)
     assert f"{rules}:5: alerts.rules.1.abve is not a setting: did you mean 'above'?" in said
