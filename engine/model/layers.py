@@ -2,8 +2,8 @@
 
 Each kind of layer is a class in `engine.model.kinds.LAYER_KINDS`. A layer owns its parameters, computes its
 part of a forward pass (`run`), and lists the checkpoint tensors it needs. Weight loading, kernel compilation
-and kernel tuning all work on these classes, so a new kind of layer needs only a class and an entry in
-LAYER_KINDS.
+and kernel tuning all work on these classes, so for them a new kind of layer needs only a class and an entry
+in LAYER_KINDS.
 
 Each half of a layer (attention, and the MLP or experts) begins by normalising the residual and ends with a
 linear layer whose result is added to the residual. The q, k and v weights are fused into one matrix, and the
