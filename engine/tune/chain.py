@@ -14,12 +14,12 @@ from typing import cast
 import torch
 
 from engine.forward import ForwardInput
-from engine.launch_enumeration import UnconnectedRanks
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load_dummy
 from engine.replica_model import ReplicaModel
 from engine.tune.operations import TunedOps, WatchedOps
+from engine.tune.ranks import lone_rank
 from kernels import AttentionInput, KvPool, Ops
 from kernels.compiling import GpuModel
 from kernels.triton.linear_table import Product, Table
@@ -57,11 +57,11 @@ class LayerChain:
         kinds = _kinds(served)
         small = replace(served.config.with_layers(kinds), vocab_size=_VOCABULARY, tie_word_embeddings=True)
         # First build one copy on meta tensors, to get the size of a copy in bytes.
-        of_one = _decoder(replace(served, config=small), self._ops, torch.device("meta"), context)
+        of_one = _decoder(replace(served, config=small), self._ops, torch.device("meta"), gpu, context)
         size = _layer_bytes(of_one)
         copies = _copies(size, device)
         config = small.with_layers(list(range(len(kinds))) * copies)
-        self._decoder = _decoder(replace(served, config=config), self._ops, device, context)
+        self._decoder = _decoder(replace(served, config=config), self._ops, device, gpu, context)
         if device.type != "meta":
             load_dummy(self._decoder, _SEED)
             _randomise_gains(self._decoder)
@@ -133,7 +133,7 @@ class HeadChain:
         self.rows = 0
         self._ops = WatchedOps(TunedOps(gpu, attention=False))
         config = replace(served.config.with_layers([]), tie_word_embeddings=True)
-        self._decoder = _decoder(replace(served, config=config), self._ops, device, None)
+        self._decoder = _decoder(replace(served, config=config), self._ops, device, gpu, None)
         if device.type != "meta":
             load_dummy(self._decoder, _SEED)
             _randomise_gains(self._decoder)
@@ -177,10 +177,12 @@ class HeadChain:
         self._decoder.logits(self._hidden, self._logits)
 
 
-def _decoder(served: ReplicaModel, ops: WatchedOps, device: torch.device, context: int | None) -> Decoder:
+def _decoder(
+    served: ReplicaModel, ops: WatchedOps, device: torch.device, gpu: GpuModel, context: int | None
+) -> Decoder:
     return Decoder(
         served.config,
-        UnconnectedRanks(served.tensor_parallel_size, 0),
+        lone_rank(served.tensor_parallel_size, device, pdl=gpu.pdl),
         cast(Ops, ops),
         TORCH_DTYPES[served.dtype],
         device,

@@ -53,8 +53,8 @@ class Graphs:
     def capture(self, run: Callable[[], object], before: Callable[[], object]) -> float:
         before()
         run()
-        [*_, plan] = [entry.plan for entry in Graphs.table.products[GATE_UP].values()]
-        tiles = plan is not None and plan.form == "tiles" and plan.block_n == 128
+        plans = [entry.plan for entry in Graphs.table.products.get(GATE_UP, {}).values()]
+        tiles = any(plan and plan.form == "tiles" and plan.block_n == 128 for plan in plans[-1:])
         return 2 * (90.0 if tiles else 100.0)  # the time of two layers, in µs
 
     def microseconds(self, captured: Sequence[float], order: Sequence[int]) -> list[float]:
@@ -103,6 +103,11 @@ def entries_of(table: Table) -> dict[tuple[str, int], PlanEntry]:
     }
 
 
+def _sums(launched: list[compiling.CompileJob]) -> list[compiling.CompileJob]:
+    """Return the kernels that add the parts of all ranks."""
+    return [job for job in launched if job.name.endswith("._all_reduce_add")]
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -114,11 +119,13 @@ def main() -> None:
         descended = run(
             *options, "--out", str(second), "--whole-layer", "--tried", str(folder / "tried.json")
         )
+        ranks = ["--rows", "64", "--tensor-parallel", "4", "--whole-layer", "--most", "5"]
+        of_a_rank = run("--config", name, *ranks, "--out", str(folder / "third.json"))
         found, refined = entries_of(read_table(first)), entries_of(read_table(second))
     old = entries_of(table_before())
     late = [
         job.name
-        for launched, compiled, _ in (searched, descended)
+        for launched, compiled, _ in (searched, descended, of_a_rank)
         for job in launched
         if (job.name, job.specialisation) not in compiled
     ]
@@ -127,6 +134,7 @@ def main() -> None:
             {
                 "late": late,
                 "launched": [len(searched[0]), len(descended[0])],
+                "sums": [len(_sums(launched)) for launched, *_ in (searched, descended, of_a_rank)],
                 "found": sorted(found),
                 "changed": [key for key, entry in refined.items() if entry.plan != old[key].plan],
                 "judged": sum(entry.layer_us == 90.0 != old[key].layer_us for key, entry in refined.items()),

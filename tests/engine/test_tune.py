@@ -75,6 +75,8 @@ def test_a_search_launches_nothing_that_was_not_compiled_and_writes_a_table() ->
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["late"] == [] and min(found["launched"]) > 40
+    # A rank of several sums the embeddings, and the results of linears with and without the next norm.
+    assert found["sums"] == [0, 0, 3]
     shapes = ("128256x4096", "28672x4096", "4096x14336", "4096x4096", "6144x4096")
     assert found["found"] == [[f"bfloat16 {shape}", rows] for shape in shapes for rows in (1, 8)]
     assert found["changed"] == [["bfloat16 28672x4096", 1], ["bfloat16 28672x4096", 8]]
