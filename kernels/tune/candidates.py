@@ -19,6 +19,14 @@ HALF_SHARED = 112 << 10
 """Maximum shared memory per program, in bytes, at which two programs of the `tiles` kernel still fit on a
 multiprocessor. Programs of the next GEMM can then load weights while those of the current one finish."""
 
+WHOLE_SHARED = 216 << 10
+"""Maximum shared memory, in bytes, for the pipeline stages of a `tiles` program that has a multiprocessor to
+itself. The rest is for the exchange of sums between warps."""
+
+MULTIPROCESSORS = 132
+"""Number of multiprocessors of an H100 or H200. With at most this many programs, each may have a
+multiprocessor to itself."""
+
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
     """Return the candidate plans that the kernels support for a row count from `BUCKETS`.
@@ -98,11 +106,14 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Yield plans for the `tiles` kernel, with weight tiles of 64 rows by 128 or 256 bytes, or of 128 rows by
-    128 bytes. Each plan has the largest number of stages at which two programs still fit on a
-    multiprocessor."""
-    for block_n, columns in ((64, 128), (64, 256), (128, 128)):
-        plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
-        plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))
+    """Yield plans for the `tiles` kernel, with weight tiles of 64 rows by 128 to 512 bytes, or of 128 rows by
+    128 or 256 bytes. Each plan has the largest number of stages at which two programs still fit on a
+    multiprocessor. If every program can have its own multiprocessor, there is also a plan with more
+    stages."""
+    shapes = [(64, 128, 4), (64, 256, 4), (128, 128, 8), (128, 256, 4) if tile >= 32 else (64, 512, 4)]
+    for block_n, columns, warps in shapes:
+        plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, warps)
         for split in (1,) if product.n >= _MANY else (1, 2, 4, 8):
-            yield replace(plan, split=split)
+            alone = -(-product.n // block_n) * split <= MULTIPROCESSORS
+            for most in (HALF_SHARED, WHOLE_SHARED) if alone else (HALF_SHARED,):
+                yield replace(plan, stages=most // shared_bytes(plan, product), split=split)

@@ -20,6 +20,8 @@ Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
 _PROGRAMS = 200
 """Target number of programs for a `tiles` plan. The fastest plans on an H200 had 128 to 256 programs, which
 is one or two per multiprocessor."""
+_WIDTH = 256
+"""Target width of a `tiles` plan's tile in bytes."""
 _LIBRARY_FROM = 32
 """Minimum row count at which the library's GEMM may be the fastest."""
 
@@ -97,9 +99,10 @@ def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
     the GPU. For a single row, they include plans with tiles of 8 rows: unlike one-row plans, these can share
     norms with adjacent GEMMs."""
 
-    def order(plan: GemmPlan) -> tuple[int, float, int, int]:
+    def order(plan: GemmPlan) -> tuple[int, float, int, float, int]:
         programs = -(-product.n // plan.block_n) * plan.split
-        return plan.rows, abs(math.log2(programs / _PROGRAMS)), plan.block_n, -plan.block_k
+        width = abs(math.log2(plan.block_k * product.dtype.itemsize / _WIDTH))
+        return plan.rows, abs(math.log2(programs / _PROGRAMS)), plan.block_n, width, plan.stages
 
     plans = candidates(product, max(rows, 8), hopper)
     return sorted((plan for plan in plans if plan.form == "tiles"), key=order)

@@ -41,10 +41,29 @@ def test_tiles_whose_weights_load_early_are_tried_beside_those_of_the_next_linea
             assert len(tiles) >= 2
             for plan in tiles:
                 stage = (plan.block_n + plan.rows) * plan.block_k * dtype.itemsize
-                assert 2 * (plan.stages * stage + 1024) <= 228 << 10
+                alone = -(-shape[0] // plan.block_n) * plan.split <= 132
+                assert (1 if alone else 2) * (plan.stages * stage + 1024) <= 228 << 10
     for rows, hopper in ((128, True), (8, False)):
         others = candidates(Product(dtype, *SHAPES["o"]), rows, hopper)
         assert others and not [plan for plan in others if plan.form == "tiles"]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "block_n", "block_k", "warps", "stages", "split"),
+    [
+        (8192, 2048, 8, 64, 256, 4, 6, 1),
+        (8192, 7168, 8, 64, 128, 4, 12, 1),
+        (14336, 8192, 8, 64, 256, 4, 3, 1),
+        (2560, 8192, 64, 64, 64, 4, 7, 4),
+        (8192, 2048, 64, 64, 128, 4, 6, 1),
+        (14336, 8192, 64, 128, 128, 4, 4, 1),
+    ],
+)
+def test_tiles_that_won_in_shards_of_70b_are_candidates(
+    n: int, k: int, rows: int, block_n: int, block_k: int, warps: int, stages: int, split: int
+) -> None:
+    plan = GemmPlan("tiles", rows, block_n, block_k, warps, stages, split)
+    assert plan in candidates(Product(BF16, n, k), rows, True)
 
 
 class FakeChain:
