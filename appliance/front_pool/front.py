@@ -105,6 +105,9 @@ class Front:
         self._started_at = 0.0
         self._ready_at: float | None = None
         self._last_sign = 0.0
+        self._silent = False
+        """Whether the process had been silent for `_QUIET_S` at the last check and has sent no message
+        since."""
         self._given = 0
         """Number of connections given to the current process."""
         self._untaken: dict[int, Untaken] = {}
@@ -147,7 +150,7 @@ class Front:
     @property
     def operator_state(self) -> FrontState:
         """The state shown to operators. A ready front that has stopped reporting is "silent"."""
-        return "silent" if self.state == "ready" and self._silent_s > _QUIET_S else self.state
+        return "silent" if self.state == "ready" and self._silent else self.state
 
     @property
     def _silent_s(self) -> float:
@@ -167,6 +170,7 @@ class Front:
         self._report, self._ready_at = None, None
         self._given, self._refusals, self._receives_connections = 0, RefusalWatch(), True
         self._started_at = self._last_sign = time.monotonic()
+        self._silent = False
         try:
             child = FrontChild(self._module, self.name, self.log_level, self._message, self._exited)
         except OSError as error:
@@ -239,8 +243,10 @@ class Front:
             self._child.kill_soon(reason)
 
     def check(self) -> None:
-        """Kill the front process if it hangs or takes too long to start. Must be called about once a
-        second."""
+        """Kill the front process if it hangs or takes too long to start, and notice if it is silent. Must be
+        called about once a second. A call must not directly follow a pause of the core, after which no
+        message has been read and every front would count as silent."""
+        self._silent = self._silent_s > _QUIET_S
         limit_s = self.load_timeout_s if self._ready_at is None else self.hang_timeout_s
         if self._silent_s > limit_s:
             self.kill(f"it sent no message for {self._silent_s:.0f} s while {self.state}")
@@ -248,7 +254,7 @@ class Front:
             self.kill(f"it was not ready within {self._starting_s:.0f} s of its start (load_timeout_s)")
 
     def _message(self, message: FrontToCore) -> None:
-        self._last_sign = time.monotonic()
+        self._last_sign, self._silent = time.monotonic(), False
         if isinstance(message, FrontReport):
             before, self._report = self.report, message
             self._receives_connections = True

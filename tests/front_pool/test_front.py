@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -232,6 +233,30 @@ def test_full_fronts_are_skipped_while_another_one_has_capacity() -> None:
         free.capacity = False
         balancer.assign(*(connection() for _ in range(4)))
         assert (full.got, free.got) == (2, 6)
+
+    asyncio.run(scenario())
+
+
+def test_fronts_share_new_connections_after_a_pause_of_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("appliance.front_pool.front.time.monotonic", lambda: now[0])
+
+    async def scenario() -> None:
+        events: Any = Events()
+        fronts = [Front(number, events, hang_timeout_s=600, load_timeout_s=600) for number in range(2)]
+        for front in fronts:
+            front.state, front._child = "ready", MagicMock()
+            front._child.channel.backlog_bytes = 0
+            front._message(report())
+        now[0] += 30.0
+        fronts[0]._message(report())
+        connections = [connection() for _ in range(4)]
+        ConnectionBalancer(fronts, note).assign(*connections)
+        assert [len(front.take_back()) for front in fronts] == [2, 2]
+        for one in connections:
+            one.close()
+        fronts[1].check()
+        assert [front.takes_connections for front in fronts] == [True, False]
 
     asyncio.run(scenario())
 
