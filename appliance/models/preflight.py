@@ -20,9 +20,6 @@ from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 
 _MIN_TOKENS = 1
-_MAX_COMPILE_S = 60.0
-"""Time limit for compiling the chat templates. The limit is generous, because the machine may be under
-load."""
 
 
 class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +140,7 @@ def _compile_text(folder: Path, sources: dict[str, str], special_tokens: dict[st
     from appliance.text.tokenizer import Tokenizer
 
     async def compile_templates() -> None:
-        template = TemplateProcess(sources, special_tokens, max_compile_s=_MAX_COMPILE_S)
+        template = TemplateProcess(sources, special_tokens)
         try:
             await template.compile()
         finally:

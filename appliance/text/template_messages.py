@@ -27,6 +27,8 @@ class Compile(msgspec.Struct, tag="compile", frozen=True):
     """Template texts by name."""
     special_tokens: dict[str, str]
     """The special tokens' texts, keyed by their names in templates, such as `bos_token`."""
+    max_cpu_s: float
+    """The process is killed if it needs more CPU time than this, in seconds."""
 
 
 class Render(msgspec.Struct, tag="render", frozen=True):
@@ -37,6 +39,8 @@ class Render(msgspec.Struct, tag="render", frozen=True):
     variables: bytes
     """Additional template variables as a JSON object. Unlike msgpack, JSON does not limit the size of
     integers."""
+    max_cpu_s: float
+    """As in `Compile`."""
 
 
 class Rendered(msgspec.Struct, tag="rendered", frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
@@ -32,19 +33,18 @@ from engine.client import Channel, module_command, module_environment, socketpai
 log = logging.getLogger(__name__)
 
 MAX_RENDER_S = 5.0
-"""Time limit for rendering one conversation. The longest possible conversation (4,096 messages, 2 MiB) takes
-about 50 ms."""
+"""Limit on the CPU time for rendering one conversation. The longest possible conversation (4,096 messages,
+2 MiB) takes about 50 ms."""
 MAX_COMPILE_S = 10.0
-"""Time limit for compiling the templates, measured from the start of the process. It includes the 0.1 s that
-Python takes to start."""
+"""Limit on the CPU time for compiling the templates."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory limit for the templates. The process itself needs another 30 MB."""
 MAX_WAIT_S = 30.0
 """Maximum time, in seconds, that a conversation waits for its turn before it is refused."""
 
-_ALARM_GRACE_S = 5.0
-"""Time, in seconds, between the parent's time limit and the alarm in the child process. The alarm kills a
-child that has outlived its parent."""
+_MAX_ANSWER_S = 60.0
+"""Maximum time, in seconds, until the child process answers. It takes this long only if it is stopped or if
+the machine is overloaded, because the limits on its CPU time are much lower."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 
 
@@ -72,8 +72,8 @@ class TemplateProcess:
         - `sources`: template texts by name. Empty for a model without templates.
         - `special_tokens`: the special tokens' texts, keyed by their names in templates, such as `bos_token`.
         """
-        self._compile = Compile(dict(sources), dict(special_tokens))
-        self._max_render_s, self._max_compile_s = max_render_s, max_compile_s
+        self._compile = Compile(dict(sources), dict(special_tokens), max_compile_s)
+        self._max_render_s = max_render_s
         self.bounds_exceeded = 0
         """Number of conversations that were not rendered because a limit was exceeded."""
         self.problem = ""
@@ -127,14 +127,15 @@ class TemplateProcess:
 
         Raises `ChatTemplateError`, with the template's own message, if the template rejects the messages or
         fails while rendering them, or if there is no template. Raises `TemplateBoundError` if rendering
-        exceeds a limit, and `TooMuchWorkError` if the conversation has waited for `MAX_WAIT_S` seconds.
+        exceeds a limit, and `TooMuchWorkError` if there is no result within `MAX_WAIT_S` seconds.
         """
         if not self._compile.sources:
             raise ChatTemplateError(
                 "this model has no chat template, so it cannot be used with messages; use "
                 "/v1/completions with a prompt"
             )
-        message = Render(messages, add_generation_prompt, json.dumps(variables or {}).encode())
+        data = json.dumps(variables or {}).encode()
+        message = Render(messages, add_generation_prompt, data, self._max_render_s)
         job = _Job(message, asyncio.get_running_loop().create_future())
         self._queue.put(tenant, job)
         if not self._is_rendering:
@@ -162,7 +163,7 @@ class TemplateProcess:
                 try:
                     text = await self._render(job.message)
                 except Exception as error:
-                    if not isinstance(error, ChatTemplateError):
+                    if not isinstance(error, ChatTemplateError | TooMuchWorkError):
                         log.exception("failed to render a conversation")
                         error = ChatTemplateError("the messages could not be rendered")
                     if not job.result.done():
@@ -176,7 +177,7 @@ class TemplateProcess:
     async def _render(self, message: Render) -> str:
         try:
             child = self._child if self._child is not None and not self._child.closed else await self._start()
-            return await child.ask(message, self._max_render_s)
+            return await child.ask(message)
         except UnicodeEncodeError:
             raise ChatTemplateError(
                 "the messages contain a lone surrogate; send valid Unicode text"
@@ -190,8 +191,8 @@ class TemplateProcess:
         if self._closed:
             raise ChatTemplateError("this model is no longer served")
         began = time.monotonic()
-        child = self._child = _Child(self._background, self._max_render_s + _ALARM_GRACE_S)
-        await child.ask(self._compile, self._max_compile_s)
+        child = self._child = _Child(self._background)
+        await child.ask(self._compile)
         log.info("compiled the chat templates in %.2f s", time.monotonic() - began)
         return child
 
@@ -199,7 +200,7 @@ class TemplateProcess:
 class _Child:
     """The running child process, and the channel to it."""
 
-    def __init__(self, background: Background, alarm_s: float) -> None:
+    def __init__(self, background: Background) -> None:
         ours, theirs = socketpair()
         environment = module_environment()
         with theirs:
@@ -208,7 +209,6 @@ class _Child:
                     *module_command("appliance.text.template_worker"),
                     *("--channel", str(theirs.fileno())),
                     *("--memory", str(MAX_TEMPLATE_MEMORY_BYTES)),
-                    *("--seconds", str(alarm_s)),
                 ],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -217,9 +217,8 @@ class _Child:
                 env={name: environment[name] for name in _ENVIRONMENT if name in environment},
             )
         self._background = background
-        self._compiles = False
-        """Whether the latest message asked the process to compile templates rather than to render a
-        conversation."""
+        self._message: ToWorker | None = None
+        """The latest message to the process."""
         self._reply: asyncio.Future[FromWorker] | None = None
         self._channel: Channel[FromWorker] = Channel(ours, FromWorker, 5 * MAX_RENDERED_CHARACTERS)
         self._channel.listen(self._take, self._disconnected)
@@ -229,19 +228,19 @@ class _Child:
         """Whether the process has exited or has been killed."""
         return self._channel.closed
 
-    async def ask(self, message: ToWorker, limit_s: float) -> str:
-        """Send a message and return the text in the reply. If there is no reply within `limit_s` seconds, the
-        process is killed. Raises `ChatTemplateError` in that case or if the reply is an error."""
-        self._compiles = isinstance(message, Compile)
+    async def ask(self, message: ToWorker) -> str:
+        """Send a message and return the text in the reply. Raises `ChatTemplateError` if the reply is an
+        error or the process ends. If there is no reply within `_MAX_ANSWER_S` seconds, the process is killed,
+        and `TooMuchWorkError` is raised."""
+        self._message = message
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)
         try:
-            reply = await asyncio.wait_for(self._reply, limit_s)
+            reply = await asyncio.wait_for(self._reply, _MAX_ANSWER_S)
         except TimeoutError:
             self.kill()
-            work = "compile" if self._compiles else "render these messages; send fewer or shorter messages"
-            raise TemplateBoundError(
-                f"the model's chat template takes longer than {limit_s:g} s to {work}"
+            raise TooMuchWorkError(
+                f"the chat template process did not respond within {_MAX_ANSWER_S:g} s; try again later"
             ) from None
         except BaseException:
             self.kill()
@@ -263,14 +262,20 @@ class _Child:
             self._reply.set_result(reply)
 
     def _disconnected(self) -> None:
-        self._background.run(_reap(self._process))
-        remedy = "" if self._compiles else "; send shorter messages"
-        self._take(
-            Failed(
-                f"the chat template process ended unexpectedly, probably at its memory limit{remedy}",
-                is_bound=True,
-            )
-        )
+        self._background.run(self._explain_exit())
+
+    async def _explain_exit(self) -> None:
+        """Wait for the process's exit, and answer the latest message with its cause."""
+        compiles = isinstance(self._message, Compile)
+        status = await asyncio.to_thread(self._process.wait)
+        if status == -signal.SIGPROF and self._message is not None:
+            limit = f"{self._message.max_cpu_s:g} s of CPU time"
+            work = "compile" if compiles else "render these messages; send fewer or shorter messages"
+            message = f"the model's chat template takes more than {limit} to {work}"
+        else:
+            remedy = "" if compiles else "; send shorter messages"
+            message = f"the chat template process ended unexpectedly, probably at its memory limit{remedy}"
+        self._take(Failed(message, is_bound=True))
 
 
 async def _reap(process: subprocess.Popen[bytes]) -> None:

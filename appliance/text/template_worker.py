@@ -2,9 +2,8 @@
 process.
 
 A template is a program that comes with a checkpoint, so the kernel enforces its limits: RLIMIT_AS for memory
-and, for time, an alarm that no Python code handles. (Usually, the front process kills this process before the
-alarm goes off.) This process cannot write files or start other processes. It exits when its channel is
-closed.
+and, for CPU time, a timer whose signal no Python code handles. This process cannot write files or start other
+processes. It exits when its channel is closed.
 """
 
 from __future__ import annotations
@@ -46,9 +45,6 @@ def main() -> int:
         "--channel", type=int, required=True, help="file descriptor of the channel to the front process"
     )
     parser.add_argument("--memory", type=int, required=True, help="memory limit of the process in bytes")
-    parser.add_argument(
-        "--seconds", type=float, required=True, help="time limit for rendering one conversation, in seconds"
-    )
     arguments = parser.parse_args()
     for end in (signal.SIGINT, signal.SIGTERM):
         # Ignore SIGINT and SIGTERM. The front process stops this process by closing the channel.
@@ -59,10 +55,10 @@ def main() -> int:
     _limit_resources(arguments.memory)
     templates: ChatTemplate | None = None
     while (frame := _receive(frames)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, arguments.seconds)
         reply: FromWorker
         try:
             message = _DECODER.decode(frame)
+            signal.setitimer(signal.ITIMER_PROF, message.max_cpu_s)
             if isinstance(message, Compile):
                 templates = ChatTemplate(message.sources, message.special_tokens)
                 reply = Rendered("")
@@ -77,7 +73,7 @@ def main() -> int:
             # A hostile template can raise any exception, including MemoryError.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         try:
             channel.sendall(len(data).to_bytes(_HEADER, "little") + data)
         except OSError:

@@ -71,7 +71,7 @@ def memory(process: psutil.Process) -> int:
         return 0
 
 
-@pytest.mark.parametrize(("content", "message"), [("endless", "takes longer"), ("hungry", "memory")])
+@pytest.mark.parametrize(("content", "message"), [("endless", "CPU time"), ("hungry", "memory")])
 def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
     hostile: Service, content: str, message: str
 ) -> None:
