@@ -119,6 +119,8 @@ class Replica:
         self._background = Background()
         self._restarts = restarts
         self._next_start = StartTimer()
+        self._watch: Watch | None = None
+        """The model's files since the latest start."""
         self._load = LoadProgress(time.monotonic())
         self._fatal: Fatal | None = None
         self._started_at = 0.0
@@ -176,6 +178,8 @@ class Replica:
         self.described = None
         self.info = self.account = self.latest_report = self._fatal = self._ready_at = None
         self._started_at = time.monotonic()
+        # Watch the files from here on, because they may be corrected before the load has failed.
+        self._watch = Watch(self.spec.model_path, self._restarts.reset)
         self.heartbeat.start()
         self._events.replica_starting(self)
         try:
@@ -381,8 +385,7 @@ class Replica:
         self.failed_starts += not was_ready
         if self.failure:
             self.state = "failed"
-            watch = Watch(self.spec.model_path, self._restarts.reset)
-            self._next_start.start(again.delay_s, self._check_files, watch)
+            self._next_start.start(again.delay_s, self._check_files, self._watch)
         else:
             self.state = "restarting"
             self._next_start.start(again.delay_s, self._restart)

@@ -136,8 +136,8 @@ class StartTimer:
         return max(0.0, self._due_at - asyncio.get_running_loop().time())
 
     def start(self, delay_s: float, begin: Callable[[], None], watch: Watch | None = None) -> None:
-        """Call `begin` after the delay, replacing any pending start. If the files of `watch` change before
-        then, `watch.changed` and `begin` are called immediately."""
+        """Call `begin` after the delay, replacing any pending start. If the files of `watch` have changed or
+        change before then, `watch.changed` and `begin` are called within `WATCH_S`."""
         self.stop()
         loop = asyncio.get_running_loop()
         self._due_at = loop.time() + delay_s
@@ -150,22 +150,28 @@ class StartTimer:
             self._task = None
 
     async def _run(self, begin: Callable[[], None], watch: Watch | None) -> None:
-        former = None if watch is None else await asyncio.to_thread(_files, watch.folder)
         while left_s := self.left_s:
             await asyncio.sleep(left_s if watch is None else min(left_s, WATCH_S))
-            if watch is not None and await asyncio.to_thread(_files, watch.folder) != former:
+            if watch is not None and await watch.has_changed():
                 watch.changed()
                 break
         self._task = None
         begin()
 
 
-class Watch(NamedTuple):
-    """A folder watched by a `StartTimer`. A change to one of its files ends the delay."""
+class Watch:
+    """A folder watched by a `StartTimer`. A change to one of its files since this object was created ends the
+    delay."""
 
-    folder: str
-    changed: Callable[[], None]
-    """Called when a file has been added, removed or changed."""
+    def __init__(self, folder: str, changed: Callable[[], None]) -> None:
+        """`changed` is called when a file has been added, removed or changed."""
+        self.changed = changed
+        self._folder = folder
+        self._former = asyncio.create_task(asyncio.to_thread(_files, folder))
+
+    async def has_changed(self) -> bool:
+        """Return whether a file has been added, removed or changed."""
+        return await self._former != await asyncio.to_thread(_files, self._folder)
 
 
 def _files(folder: str) -> frozenset[tuple[str, int, int]]:

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from appliance.models import restarts
 from appliance.models.placement import GpuPlacement
 from appliance.models.replica import Replica
 from appliance.models.replica_resources import ReplicaResources
@@ -89,6 +91,25 @@ def test_a_replica_without_its_gpu_falls_back_to_the_cpu_only_if_that_is_configu
         refused.end("rank 0 (pid 7) exited with status 1")
         assert refused.replica.failure == "no GPU" and replica_status(refused.replica).degraded == []
         await refused.replica.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_file_that_is_corrected_before_the_load_fails_ends_the_delay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "WATCH_S", 0.01)
+    monkeypatch.setattr(restarts, "_RETRY_FIRST_S", 600.0)
+
+    async def scenario() -> None:
+        simulated = Simulated()
+        simulated.replica.spec = msgspec.structs.replace(simulated.replica.spec, model_path=str(tmp_path))
+        simulated.replica.start()
+        assert simulated.replica._watch is not None and await simulated.replica._watch._former == set()
+        (tmp_path / "config.json").touch()
+        await simulated.fail("checkpoint", "config.json does not exist")
+        simulated.end("the test is over")
+        await simulated.replica.stop(0.0)
 
     asyncio.run(scenario())
 

@@ -10,7 +10,6 @@ import pytest
 from appliance.models import restarts as module
 from appliance.models.restarts import Exit, Restarts, StartTimer, Watch
 from appliance.settings import RestartSettings
-from tests.waiting import until
 
 RULES = RestartSettings(max_deaths=3, window_s=60.0, retry_s=300.0)
 KILLED = "rank 0 (pid 7) was killed by SIGKILL"
@@ -86,16 +85,14 @@ def test_a_start_waits_for_its_delay_unless_the_files_change(
 
     async def scenario() -> None:
         timer, begun, changed = StartTimer(), asyncio.Event(), asyncio.Event()
-        timer.start(3600.0, begun.set, Watch(str(tmp_path), changed.set))
+        watch = Watch(str(tmp_path), changed.set)
+        timer.start(3600.0, begun.set, watch)
+        assert not await watch.has_changed()
         await asyncio.sleep(0.2)
         assert 3500.0 < timer.left_s < 3600.0 and not begun.is_set()
-
-        def begun_after_another_file() -> bool:
-            """Add a file. The watch may not have listed the folder before the first one was added."""
-            (tmp_path / f"{len(list(tmp_path.iterdir()))}.json").touch()
-            return begun.is_set()
-
-        await until(begun_after_another_file)
+        (tmp_path / "config.json").touch()
+        async with asyncio.timeout(60):
+            await begun.wait()
         assert changed.is_set()
 
         begun.clear(), changed.clear()
