@@ -130,11 +130,9 @@ def choose(
     return LayerPlans(up, down)
 
 
-def problem(
-    plan: ExpertsPlan, tokens: int, shape: ExpertsShape, n: int, k: int, shared_bytes: int
-) -> str | None:
+def problem(plan: ExpertsPlan, tokens: int, shape: ExpertsShape, k: int, shared_bytes: int) -> str | None:
     """Return why a plan cannot compute the GEMM with matrices `[n, k]` for up to `tokens` tokens, or None if
-    it can."""
+    it can. Every plan supports any `n`."""
     if plan.form not in ("gemv", "stream", "dot", "grouped"):
         return f"form is {plan.form!r}; expected gemv, stream, dot or grouped"
     for name in ("rows", "block_n", "block_k", "warps", "stages", "programs"):

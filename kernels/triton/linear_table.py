@@ -215,15 +215,14 @@ def _experts_entry(where: str, shape: ExpertsShape, tokens: int, values: Any) ->
     if not isinstance(values, dict) or set(values) != {"up", "down", "us", "rules_us"}:
         raise TableError(f"{where}: expected an object with up, down, us and rules_us; {_REMEDY}")
     plans = []
-    n, k = 2 * shape.intermediate, shape.hidden
-    for gemm, size in (("up", (n, k)), ("down", (k, shape.intermediate))):
+    for gemm, k in (("up", shape.hidden), ("down", shape.intermediate)):
         try:
             plan = ExpertsPlan(**values[gemm])
         except TypeError:
             raise TableError(
                 f"{where}: {gemm}: expected the fields {', '.join(_EXPERTS_FIELDS)}; {_REMEDY}"
             ) from None
-        wrong = experts_plans.problem(plan, tokens, shape, *size, linear_plans.HOPPER_SHARED)
+        wrong = experts_plans.problem(plan, tokens, shape, k, linear_plans.HOPPER_SHARED)
         if wrong is not None:
             raise TableError(f"{where}: {gemm}: {wrong}; {_REMEDY}")
         plans.append(plan)

@@ -179,20 +179,20 @@ class Family:
 def families(shape: ExpertsShape, tokens: int, shared_bytes: int) -> list[Family]:
     """Return the candidate plans for this number of tokens: those for few tokens, those for many, or both."""
     found = []
-    up, down = (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
+    up, down = shape.hidden, shape.intermediate
     if tokens <= _DOT_UP_TO:
-        ups, downs = _few(shape, tokens, *up, shared_bytes), _few(shape, tokens, *down, shared_bytes)
+        ups, downs = _few(shape, tokens, up, shared_bytes), _few(shape, tokens, down, shared_bytes)
         start = rules(shape, min(tokens, 32), shared_bytes)
         if tokens > 32:
             start = LayerPlans(replace(start.up, rows=_DOT_UP_TO), replace(start.down, rows=_DOT_UP_TO))
         found.append(Family(ups, downs, start))
     if tokens > _GROUPED_FROM:
-        ups, downs = _many(shape, tokens, *up, shared_bytes), _many(shape, tokens, *down, shared_bytes)
+        ups, downs = _many(shape, tokens, up, shared_bytes), _many(shape, tokens, down, shared_bytes)
         found.append(Family(ups, downs, rules(shape, max(tokens, 33), shared_bytes)))
     return found
 
 
-def _few(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) -> list[ExpertsPlan]:
+def _few(shape: ExpertsShape, tokens: int, k: int, shared_bytes: int) -> list[ExpertsPlan]:
     plans = []
     size, up = shape.dtype.itemsize, k == shape.hidden
     whole = 1 << (k - 1).bit_length()
@@ -211,10 +211,10 @@ def _few(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) ->
     for row, (block_n, warps), width, stages in tiles:
         if stages * width >= 768:
             plans.append(ExpertsPlan("dot", row, block_n, width // size, warps, stages))
-    return [plan for plan in plans if problem(plan, tokens, shape, n, k, shared_bytes) is None]
+    return [plan for plan in plans if problem(plan, tokens, shape, k, shared_bytes) is None]
 
 
-def _many(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) -> list[ExpertsPlan]:
+def _many(shape: ExpertsShape, tokens: int, k: int, shared_bytes: int) -> list[ExpertsPlan]:
     size = shape.dtype.itemsize
     mean = tokens * shape.top_k / shape.experts
     likely = 1 << max(3, math.ceil(math.log2(max(mean, 1))))
@@ -229,7 +229,7 @@ def _many(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) -
             # Skip plans that use less than half of the shared memory: they keep too few bytes in flight.
             if sums <= min(_MAX_SUMS, plan.max_registers - 40) and 2 * used >= shared_bytes:
                 plans.append(plan)
-    return [plan for plan in plans if problem(plan, tokens, shape, n, k, shared_bytes) is None]
+    return [plan for plan in plans if problem(plan, tokens, shape, k, shared_bytes) is None]
 
 
 def _best(chain: ExpertsChain, tried: Family) -> Timed:
