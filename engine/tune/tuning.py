@@ -240,6 +240,8 @@ def _line(raw: dict[str, Any], kept: set[str]) -> str:
     )
 
 
-DESCENT_HEADER = """dtype rows: µs per layer with the table's plans → with the new plans, relative difference
-of their hidden states, duration of the search in s; plans: form rows block_n block_k warps stages split,
-(=): unchanged"""
+DESCENT_HEADER = """dtype rows: OLD → NEW ±DIFFERENCE SEARCH s; linear: PLAN, …
+  OLD, NEW    µs per layer with the table's plans and with the new plans
+  DIFFERENCE  relative difference between the hidden states computed with the old and with the new plans
+  SEARCH      duration of the search in seconds
+  PLAN        form rows block_n block_k warps stages split; (=) marks a plan that has not changed"""
