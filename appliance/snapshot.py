@@ -373,9 +373,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     silenced_until: float | None = None
 
 
-ProcessRole = Literal["core", "front", "replica", "worker"]
+ProcessRole = Literal["core", "front", "replica"]
 ProcessState = Literal[ServiceState, FrontState, ReplicaState, ""]
-"""State of the service, a front process or a replica; empty for a worker."""
+"""State of the service, a front process or a replica; empty if unknown."""
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
