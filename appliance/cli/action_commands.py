@@ -105,11 +105,17 @@ class _Parameter:
         text = given[self.name]
         if self.none_option:
             is_none = given[self.none_option.removeprefix("--")]
-            if is_none == bool(text):
-                value = self.metavar if self.is_argument else self.option
-                raise CommandLineError(f"give either {value} or {self.none_option}")
+            option = "" if self.is_argument else f"{self.option} "
+            if is_none and text:
+                shown = option + (" ".join(text) if self.is_table else text)
+                raise CommandLineError(f"{shown} and {self.none_option} were both given: give only one")
             if is_none:
                 return None
+            if not text:
+                raise CommandLineError(
+                    f"no {self.name} given: add {option}{self.metavar}, or {self.none_option} "
+                    f"({self.none_help})"
+                )
         if self.is_table:
             return weights(text)
         if self.is_share:
