@@ -27,9 +27,10 @@ def select_device(wanted: str, rank: int, size: int) -> torch.device:
         return device
     if wanted == "auto" and found == 0:
         return torch.device("cpu")
+    remedy = f"lower tensor_parallel_size to at most {found}" if found else 'set device = "cpu"'
     raise DeviceError(
         f"device is {wanted!r}, which needs {size} CUDA device{'s' * (size > 1)}, but only {found} can be "
-        f"used (torch {torch.__version__}): check `nvidia-smi`, lower tensor_parallel_size, or use the CPU"
+        f"used (torch {torch.__version__}): check `nvidia-smi`, or {remedy}"
     )
 
 
