@@ -146,7 +146,7 @@ def test_head_dimensions_without_a_gpu_kernel_are_refused_before_loading_but_run
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs only without a GPU")
 def test_a_fallback_to_the_cpu_is_reported_and_an_explicit_gpu_request_fails(folder: Path) -> None:
-    with pytest.raises(DeviceError, match='needs 1 CUDA device, but only 0 .*, or set device = "cpu"$'):
+    with pytest.raises(DeviceError, match=r'needs 1 CUDA device, but only 0 .*, or set device = "cpu"$'):
         ModelRunner(spec_of(folder, device="cuda"), single(), quiet)
     said: list[str] = []
     runner = ModelRunner(
