@@ -105,10 +105,10 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     """The core's reply to a front process's `Claim`."""
 
-    request_id: str
-    action: Literal["run", "repeat", "hand over"]
-    """What the front process must do with the request: run it, repeat the answer of an earlier run in this
-    process, or hand the connection over to the front process that has the run (`HandOver`)."""
+    scope: bytes
+    hand_over: bool = False
+    """Whether another front process has this request's run or answer and must be handed the connection
+    (`HandOver`). If not, this process must run the request."""
     retry_of: str = ""
     """Request id of an earlier run whose answer is no longer kept, or an empty string."""
 

@@ -68,8 +68,6 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
 
     keep_s: _Seconds = 600.0
     """How long, in seconds, a finished request's answer is kept for retries."""
-    grace_s: _Seconds = 30.0
-    """How long, in seconds, a request keeps running after its last client has disconnected."""
     max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
     """Maximum memory, in bytes, for kept answers per front process."""
 

@@ -65,9 +65,10 @@ class Generation:
         """Whether the request has been submitted to a replica."""
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after an output has been added to a sample."""
-        self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects. If None, a disconnect ends the request."""
         self.on_end: Callable[[], None] | None = None
+        self.record: Callable[[bytes], None] | None = None
+        """Called with each part of the answer's body, if the answer is kept for retries. If None, the request
+        ends when its client disconnects."""
         self.on_fallback: Callable[[], None] | None = None
         """Called after the request has moved to its fallback model and its `task` and `samples` have been
         replaced, which can happen only before the first output."""
@@ -105,30 +106,32 @@ class Generation:
         """Request admission from the core."""
         self.state.active[self.context.request_id] = self
         self.context.admitted = True
-        on_disconnect = self.on_disconnect or self.client_disconnected
-        self.context.connection.on_disconnect = on_disconnect
+        self.context.connection.on_disconnect = self.client_disconnected
         unpaid = self.context.encoded_tokens
         if self.context.connection.disconnected:
-            on_disconnect()
+            self.client_disconnected()
         if not self.left:
             self._ask()
             unpaid -= self.task.prompt_tokens
         self.context.prepared()
         self.state.charge(self.context, unpaid)
 
-    def client_disconnected(self) -> None:
-        """End the request, because its client has disconnected."""
+    def client_disconnected(self, error: str = "the client disconnected") -> None:
+        """End the request, because its client has disconnected. If the answer is kept for retries, the
+        request continues."""
+        if self.record is not None:
+            if self.on_end is not None:
+                # Record the events that were being held back for a slow client.
+                self.on_end()
+            return
         self.left = True
         self._drop()
         self._end()
-        self.settle(CLIENT_DISCONNECTED, "the client disconnected")
+        self.settle(CLIENT_DISCONNECTED, error)
 
     def too_slow(self) -> None:
-        """End the request and close the connection, because the client is reading its answer too slowly."""
-        self.left = True
-        self._drop()
-        self._end()
-        self.settle(CLIENT_DISCONNECTED, "the client read the answer too slowly")
+        """Close the connection, because the client is reading its answer too slowly."""
+        self.client_disconnected("the client read the answer too slowly")
         self.context.connection.cut_off()
 
     # ── messages from the core ──

@@ -189,7 +189,6 @@ class FrontProcess:
         state = self._state
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
-        state.retries.stop()
         stopping = asyncio.create_task(self._server.stop(grace_s + _ERROR_EVENT_GRACE_S))
         while state.active and loop.time() < deadline:
             await asyncio.sleep(0.02)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -12,6 +14,7 @@ from appliance.front.errors import ApiError
 from appliance.front.generation import CLIENT_DISCONNECTED, Generation
 from appliance.front.generation_task import GenerationTask
 from appliance.front.request_context import RequestContext
+from appliance.front.retries import KeyedRun
 from appliance.front.stream import EventStream
 from appliance.front.turns import in_turns
 
@@ -25,14 +28,20 @@ _STREAM_HEADERS = [
 class GenerationResponse(Response):
     """The response to a generation request. The end of the request is always reported to the core."""
 
-    def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
+    def __init__(
+        self, state: AppState, context: RequestContext, task: GenerationTask, run: KeyedRun | None = None
+    ) -> None:
+        """If `run` is given, it keeps the answer for retries."""
         super().__init__()
         self.generation = Generation(state, context, task)
+        if run is not None:
+            self.generation.record = partial(state.retries.record, run, self.generation)
         self.status = 500
         """The request's final status. For a stream, it may differ from the 200 in the response head."""
         self._state = state
         self._context = context
         self._task = task
+        self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._task.asked and self._task.fall_back is None and self._task.copy is None:
@@ -52,10 +61,12 @@ class GenerationResponse(Response):
             if not generation.ended.is_set():
                 generation.abort(error)
             generation.settle(self.status, error)
+            if self._run is not None:
+                self._state.retries.end(self._run, generation, self.status)
             # The generation's callbacks refer to the stream, which refers back to the generation. Break this
             # reference cycle so that both are freed immediately; the garbage collector would free them only
             # after about a thousand streams.
-            generation.on_progress = generation.on_end = generation.on_fallback = None
+            generation.on_progress = generation.on_end = generation.on_fallback = generation.record = None
             self._state.active.pop(self._context.request_id, None)
             if generation.is_kept and generation.ran:
                 self._state.keeper.keep(generation.transcript())
@@ -75,6 +86,8 @@ class GenerationResponse(Response):
             await self._fail(generation, generation.failure, scope, receive, send)
             return generation.failure
         answer = await in_turns(answer_steps(generation))
+        if generation.record is not None:
+            generation.record(answer)
         response = Response(answer, headers=generation.headers, media_type="application/json")
         await response(scope, receive, send)
         if not generation.left:

@@ -16,7 +16,7 @@ from appliance.front.app_state import AppState
 from appliance.front.body import parse_body, read_body, receive_body
 from appliance.front.errors import ApiError, invalid
 from appliance.front.generation_task import GenerationTask, RequestCopy
-from appliance.front.idempotency import answer, key_of
+from appliance.front.idempotency import key_of, respond
 from appliance.front.models import LoadedModel, allows
 from appliance.front.prepare_chat import chat_task
 from appliance.front.prepare_completion import completion_task
@@ -218,7 +218,7 @@ class _Api:
             # encoded.
             data.clear()
             return GenerationResponse(state, context, await prepare())
-        return await answer(state, request, key, data, prepare)
+        return await respond(state, request, key, data, prepare)
 
 
 def _route(

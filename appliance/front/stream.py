@@ -90,7 +90,7 @@ class EventStream:
             self._state.flush_soon(self)
         else:
             self._held += 1
-            if self._held > self._max_held:
+            if self._held == self._max_held + 1:
                 self.generation.too_slow()
 
     def ended(self) -> None:
@@ -132,7 +132,11 @@ class EventStream:
                 events.append(self._last_event())
                 last = True
             if events:
-                self._connection.write_chunk(b"".join(events) if len(events) > 1 else events[0])
+                data = b"".join(events) if len(events) > 1 else events[0]
+                if generation.record is not None:
+                    generation.record(data)
+                if not self._connection.disconnected:
+                    self._connection.write_chunk(data)
                 self.wrote_at = generation.last_token_at
                 if generation.first_bytes_at is None:
                     generation.first_bytes_at = time.monotonic()
@@ -147,6 +151,7 @@ class EventStream:
         except Exception:
             # An error in one stream must not affect others waiting to be flushed.
             log.exception("request %s: failed to create the stream's events", generation.context.request_id)
+            generation.record = None
             generation.client_disconnected()
             self._connection.abort()
 

@@ -331,7 +331,7 @@ class FrontPool:
         elif isinstance(message, Claim):
             front.send(self._claims.claim(front.name, message))
         elif isinstance(message, Release):
-            self._claims.release(message)
+            self._claims.release(message.scope)
         else:
             requests.reject(message)
 

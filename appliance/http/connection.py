@@ -56,8 +56,6 @@ class Connection(asyncio.BufferedProtocol):
         self.on_disconnect: Callable[[], None] | None = None
         """Called once, after the connection has closed. `on_writable` and `on_disconnect` are set for the
         response in progress."""
-        self.on_chunk: Callable[[bytes], None] | None = None
-        """Called with each chunk passed to `write_chunk`, even after the connection has closed."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
@@ -107,10 +105,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def write_chunk(self, data: bytes) -> None:
         """Write part of a response that was started without a content length. `data` must not be empty."""
-        if self.on_chunk is not None:
-            self.on_chunk(data)
-            if self.disconnected:
-                return
         if self._exchange is not None and self._exchange.chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         self.transport.write(data)

@@ -386,11 +386,11 @@ class Harness:
         elif isinstance(message, Claim):
             self.claimed.append(message)
             if self.is_elsewhere:
-                self.channel.send(Claimed(message.request_id, "hand over"))
+                self.channel.send(Claimed(message.scope, hand_over=True))
             else:
                 self.channel.send(self.claims.claim("front-0", message))
         elif isinstance(message, Release):
-            self.claims.release(message)
+            self.claims.release(message.scope)
             self.releases.append(message)
         elif isinstance(message, Retried):
             self.retried.append(message)

@@ -113,14 +113,16 @@ def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_end
         front.wait_for(lambda: len(front.admits) == 3)
 
 
-def test_streams_that_have_ended_take_no_memory(front: Harness) -> None:
+@pytest.mark.parametrize("has_key", [False, True])
+def test_streams_that_have_ended_take_no_memory(front: Harness, has_key: bool) -> None:
     memory = psutil.Process(front.process.pid).memory_info
     prompts = [[260 + number % 90 for number in range(400)]] * 16
     body = {"model": "demo", "prompt": prompts, "max_tokens": 1, "stream": True}
 
     def send(count: int) -> None:
         for _ in range(count):
-            assert ask(front, "POST", COMPLETIONS, body).status == 200
+            headers = {"Idempotency-Key": f"ended-{len(front.admits)}"} if has_key else {}
+            assert ask(front, "POST", COMPLETIONS, body, headers).status == 200
 
     send(20)
     before = memory().rss

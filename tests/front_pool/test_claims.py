@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from appliance.channel.core_messages import Claimed
-from appliance.channel.front_messages import Claim, Release
+from appliance.channel.front_messages import Claim
 from appliance.front_pool.claims import MAX_DROPPED_RUNS, Claims
 
 
 def test_a_claim_lasts_until_its_front_releases_it_or_ends() -> None:
     claims = Claims()
-    assert claims.claim("front-0", Claim(b"s", "r1")) == Claimed("r1", "run")
-    assert claims.claim("front-0", Claim(b"s", "r2")) == Claimed("r2", "repeat")
-    assert claims.claim("front-1", Claim(b"s", "r2")) == Claimed("r2", "hand over")
-    claims.release(Release(b"s"))
-    assert claims.claim("front-1", Claim(b"s", "r3")) == Claimed("r3", "run", retry_of="r1")
+    assert claims.claim("front-0", Claim(b"s", "r1")) == Claimed(b"s")
+    assert claims.claim("front-1", Claim(b"s", "r2")) == Claimed(b"s", hand_over=True)
+    claims.release(b"s")
+    assert claims.claim("front-1", Claim(b"s", "r3")) == Claimed(b"s", retry_of="r1")
     claims.claim("front-0", Claim(b"other", "r4"))
     assert (claims.lose_front("front-1"), claims.owner(b"s"), claims.owner(b"other")) == (1, "", "front-0")
-    assert claims.claim("front-0", Claim(b"s", "r5")) == Claimed("r5", "run", retry_of="r3")
+    assert claims.claim("front-0", Claim(b"s", "r5")) == Claimed(b"s", retry_of="r3")
 
 
 def test_the_memory_of_runs_without_an_answer_is_bounded() -> None:
