@@ -131,7 +131,8 @@ class CudaOps:
         bias: torch.Tensor | None,
     ) -> Activation:
         normed = (x, norm_weight, eps, weight)
-        if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
+        blocks = isinstance(weight, Fp8Weight) and weight.block is not None
+        if isinstance(weight, Fp8Weight) and not blocks and self._plan(len(x.values), weight.values) is None:
             # torch's FP8 GEMM cannot fuse SwiGLU, so a single kernel computes SwiGLU and quantises the
             # result.
             product = self._norm_product(*normed, bias=bias)
@@ -157,8 +158,9 @@ class CudaOps:
 
     def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
         if isinstance(weight, Fp8Weight):
-            # One-row GEMMs normalise and quantise their input themselves.
-            return NextNorm(gain, eps, quantised=True) if rows > 1 else None
+            # One-row GEMMs normalise and quantise their input themselves. The all-reduce does not support one
+            # scale per group.
+            return NextNorm(gain, eps, quantised=True) if rows > 1 and weight.block is None else None
         return NextNorm(gain, eps, quantised=False) if self._sharing_plan(rows, weight) is not None else None
 
     def _norm_product(
@@ -195,6 +197,7 @@ class CudaOps:
         if not isinstance(weight, Fp8Weight):
             assert isinstance(x, torch.Tensor)
             return linear.linear(x, weight, **options)
+        options["block"] = weight.block
         if isinstance(x, Fp8Activation):
             options |= {"x_scale": x.scales, "dtype": x.dtype}
             return linear.linear_fp8(x.values, weight.values, weight.scales, **options)

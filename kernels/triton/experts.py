@@ -34,7 +34,7 @@ class ChosenValues:
     """Results of `silu(gate) × up`: [tokens × top_k, intermediate], sorted by expert if `by_expert` is given,
     otherwise in token order."""
     scales: torch.Tensor | None
-    """Scales of quantised values: [tokens × top_k, 1] float32, or None."""
+    """Scales of quantised values: [tokens × top_k, 1] or [tokens × top_k, groups] float32, or None."""
     by_expert: Sorted | None
     """The (token, expert) pairs sorted by expert, or None if the values are in token order."""
     plan: ExpertsPlan
@@ -42,9 +42,10 @@ class ChosenValues:
 
 
 def shape_of(experts: Experts) -> ExpertsShape:
-    """Return the sizes of an MoE layer that determine which plans it uses."""
-    (weight, _), (every, hidden) = _parts(experts.gate_up), experts.router.shape
-    return ExpertsShape(weight.dtype, every, experts.top_k, hidden, weight.shape[1] // 2, len(weight))
+    """Return the sizes that determine a layer's plans."""
+    (weight, _, _), (every, hidden) = _parts(experts.gate_up), experts.router.shape
+    sizes = (every, experts.top_k, hidden, weight.shape[1] // 2, len(weight))
+    return ExpertsShape(weight.dtype, *sizes, _group(experts.down))
 
 
 def activate(
@@ -65,11 +66,12 @@ def activate(
     plans: the plans chosen by a table or by the rules for this number of tokens.
     count: if given, per-expert token counts that this call increments.
     """
-    weight, scale = _parts(experts.gate_up)
+    weight, scale, block = _parts(experts.gate_up)
     first, dtype = _first(experts), x.dtype
     values = None if scale is None else weight.dtype
     router = (x.contiguous(), norm_weight, eps, experts.router, experts.top_k)
     options: dict[str, Any] = {"normalised": experts.normalised, "values": values, "count": count, "pdl": pdl}
+    options["group"] = _group(experts.gate_up)
     if len(x) <= MAX_ROUTE_TOKENS and not plans.grouped:
         routed = experts_route.route(*router, workspace=workspace, **options)
     else:
@@ -88,16 +90,18 @@ def activate(
             scale,
             plans.up,
             multiprocessors_of(x.device),
+            block=block,
             dtype=dtype,
             pdl=pdl,
         )
     else:
-        few: dict[str, Any] = {"first": first, "dtype": dtype, "pdl": pdl}
+        few: dict[str, Any] = {"block": block, "first": first, "dtype": dtype, "pdl": pdl}
         chosen = routed.chosen
         activations = experts_few.up(routed.normed, routed.scales, chosen, weight, scale, plans.up, **few)
     scales = None
     if scale is not None and not plans.down.quantises:
-        activations, scales = linear.quantise(activations, values=weight.dtype, pdl=pdl)
+        group = _group(experts.down)
+        activations, scales = linear.quantise(activations, values=weight.dtype, group=group, pdl=pdl)
     return ExpertActivation(
         routed.chosen, routed.weights, ChosenValues(activations, scales, by_expert, plans.down)
     )
@@ -115,7 +119,7 @@ def weighted_sum(
     """Return each token's sum of `weight × down(activation)` over its chosen experts, plus the residual:
     `[tokens, hidden]` in the router's dtype (`kernels.Ops.experts_sum` and `experts_add`). If `out` is given,
     the result is written to it. `out` may be the residual. x: the result of `activate`."""
-    weight, scale = _parts(experts.down)
+    weight, scale, block = _parts(experts.down)
     chosen: ChosenValues = x.values
     dtype, first = experts.router.dtype, _first(experts)
     if chosen.by_expert is None:
@@ -130,6 +134,7 @@ def weighted_sum(
             workspace=workspace,
             residual=residual,
             out=out,
+            block=block,
             first=first,
             dtype=dtype,
             pdl=pdl,
@@ -142,6 +147,7 @@ def weighted_sum(
         scale,
         chosen.plan,
         multiprocessors_of(weight.device),
+        block=block,
         dtype=dtype,
         pdl=pdl,
     )
@@ -151,9 +157,20 @@ def weighted_sum(
 
 def _first(experts: Experts) -> int | None:
     """Return this rank's first expert, or None if the rank has all experts."""
-    weight, _ = _parts(experts.gate_up)
+    weight, _, _ = _parts(experts.gate_up)
     return experts.first if len(weight) < len(experts.router) else None
 
 
-def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
+def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
+    """Return a weight's values, its scales if it is quantised, and the size of its blocks if it has any."""
+    return (
+        (weight.values, weight.scales, weight.block)
+        if isinstance(weight, Fp8Weight)
+        else (weight, None, None)
+    )
+
+
+def _group(weight: Weight) -> int:
+    """Return the columns of a weight's blocks, or 0 if the weight has no blocks."""
+    block = _parts(weight)[2]
+    return 0 if block is None else block[1]

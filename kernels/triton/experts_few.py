@@ -31,7 +31,7 @@ import triton
 
 from kernels.triton.experts_few_kernels import _down_dot, _down_gemv, _up_dot, _up_gemv
 from kernels.triton.experts_plans import ExpertsPlan
-from kernels.triton.linear_rows import Workspace, check_results
+from kernels.triton.linear_rows import Workspace, check_results, scales_shape
 
 
 def up(
@@ -42,6 +42,7 @@ def up(
     weight_scale: torch.Tensor | None,
     plan: ExpertsPlan,
     *,
+    block: tuple[int, int] | None = None,
     first: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
@@ -53,6 +54,9 @@ def up(
     weight: `[experts, 2 × intermediate, hidden]`.
     x_scale, weight_scale: float32 scales `[tokens, 1]` and `[experts, 2 × intermediate]` if x and weight are
       quantised. dtype must then be the model's dtype.
+    block: if given, rows and columns of the blocks of each expert's matrix, which have one scale each:
+      `[experts, ⌈rows / block rows⌉, ⌈columns / block columns⌉]`. x has one scale per group of as many
+      columns. Only `dot` supports blocks.
     first: if given, the index of the first expert in `weight`.
 
     Results of experts not in `weight` are undefined.
@@ -60,7 +64,7 @@ def up(
     tokens, hidden = x.shape
     top_k = chosen.shape[1]
     experts, columns = weight.shape[0], weight.shape[1] // 2
-    _check(x, x_scale, chosen, weight, weight_scale, tokens)
+    _check(x, x_scale, chosen, weight, weight_scale, block, plan, tokens)
     out = torch.empty((tokens * top_k, columns), dtype=dtype or x.dtype, device=x.device)
     if not tokens:
         return out
@@ -96,6 +100,8 @@ def up(
         ROWS=plan.rows,
         TOP_K_BLOCK=triton.next_power_of_2(top_k),
         BY_PAIR=by_pair,
+        GROUP_N=0 if block is None else block[0],
+        GROUP_K=0 if block is None else block[1],
         num_stages=plan.stages,
         **shape,
     )
@@ -114,6 +120,7 @@ def down(
     workspace: Workspace,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    block: tuple[int, int] | None = None,
     first: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
@@ -127,6 +134,7 @@ def down(
     chosen: `[tokens, top_k]` int32.
     weights: `[tokens, top_k]` float32.
     weight: `[experts, hidden, intermediate]`.
+    block: as in `up`.
     first: if given, the index of the first expert in `weight`. Nothing is added for experts not in `weight`.
     dtype: the model's dtype, if x's differs.
     pdl: use programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see
@@ -134,7 +142,7 @@ def down(
     """
     tokens, top_k = chosen.shape
     experts, columns, intermediate = weight.shape
-    _check(x, x_scale, chosen, weight, weight_scale, tokens * top_k)
+    _check(x, x_scale, chosen, weight, weight_scale, block, plan, tokens * top_k)
     out = torch.empty((tokens, columns), dtype=dtype or x.dtype, device=x.device) if out is None else out
     check_results(out, residual, (tokens, columns))
     if not tokens:
@@ -197,6 +205,8 @@ def down(
         first or 0,
         ROWS=plan.rows,
         BY_PAIR=by_pair,
+        GROUP_N=0 if block is None else block[0],
+        GROUP_K=0 if block is None else block[1],
         num_stages=plan.stages,
         **shape,
     )
@@ -216,6 +226,8 @@ def _check(
     chosen: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
+    block: tuple[int, int] | None,
+    plan: ExpertsPlan,
     rows: int,
 ) -> None:
     """Raise ValueError if shapes, dtypes or strides do not match. rows: expected number of rows of x."""
@@ -228,7 +240,10 @@ def _check(
     for name, tensor in (("x", x), ("chosen", chosen), ("weight", weight)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
-    if weight_scale is not None and weight_scale.shape != weight.shape[:2]:
-        raise ValueError(f"weight_scale is {tuple(weight_scale.shape)}; expected {tuple(weight.shape[:2])}")
-    if x_scale is not None and x_scale.numel() != rows:
-        raise ValueError(f"x_scale is {tuple(x_scale.shape)}; expected {(rows, 1)}")
+    if block is not None and plan.form != "dot":
+        raise ValueError(f"plan has form {plan.form!r}; only 'dot' supports weights with one scale per block")
+    expected, groups = scales_shape(weight.shape, block), 1 if block is None else -(-x.shape[1] // block[1])
+    if weight_scale is not None and weight_scale.shape != expected:
+        raise ValueError(f"weight_scale is {tuple(weight_scale.shape)}; expected {tuple(expected)}")
+    if x_scale is not None and x_scale.numel() != rows * groups:
+        raise ValueError(f"x_scale is {tuple(x_scale.shape)}; expected {(rows, groups)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.linear_rows import gated, weight_rows, widen
+from kernels.triton.linear_rows import add_product, block_scales, gated, weight_rows, widen
 
 
 @triton.jit
@@ -68,12 +68,16 @@ def _multiply(
     weights,
     xs,
     takes,
+    of_rows,
+    of_tokens,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP_K: tl.constexpr,
 ):
-    """Return the products of weight rows and tokens, summed over all of K: `[BLOCK_N, ROWS]`."""
+    """Return the products of weight rows and tokens, summed over all of K: `[BLOCK_N, ROWS]`. of_rows,
+    of_tokens: see `add_product`."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for at in tl.range(0, K, BLOCK_K):
@@ -84,7 +88,7 @@ def _multiply(
         else:
             w = _load_weights(weights + at, None, False)
             part = tl.load(xs + at, mask=takes[:, None], other=0.0)
-        acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
+        acc = add_product(acc, w, part, of_rows, of_tokens, at, takes, GROUP_K)
     return acc
 
 
@@ -251,10 +255,13 @@ def _up_dot(
     EXPERTS: tl.constexpr,
     PARTIAL: tl.constexpr,
     SCALED: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply BLOCK_N weight rows of one expert by all tokens that chose it."""
     tiles: tl.constexpr = (2 * COLUMNS + BLOCK_N - 1) // BLOCK_N
+    groups: tl.constexpr = (K + GROUP_K - 1) // GROUP_K if GROUP_K else 1
     slot = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
@@ -271,12 +278,17 @@ def _up_dot(
         weights = weight + expert * (2 * COLUMNS * K) + weight_row[:, None] * K + k[None, :]
         row = tl.arange(0, ROWS)
         xs = x + row[:, None] * K + k[None, :]
-        if SCALED:
-            # Load the scales before computing the products, so that the loads overlap with the products.
+        of_rows = weight_scale
+        of_tokens = x_scale
+        if GROUP_K:
+            of_rows += block_scales(expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K)
+            of_tokens += row * groups
+        elif SCALED:
+            # Load the scales before computing the products, so that the two overlap.
             of_token = tl.load(x_scale + row, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
-        acc = _multiply(weights, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
-        if SCALED:
+        acc = _multiply(weights, xs, takes, of_rows, of_tokens, K, ROWS, BLOCK_N, BLOCK_K, GROUP_K)
+        if SCALED and not GROUP_K:
             acc = acc * of_token[None, :] * of_row[:, None]
         column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         result = gated(acc, out.dtype.element_ty).to(out.dtype.element_ty)
@@ -309,12 +321,15 @@ def _down_dot(
     EXPERTS: tl.constexpr,
     PARTIAL: tl.constexpr,
     SCALED: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply BLOCK_N weight rows of one expert by the activations of all tokens that chose it. The program
     that finishes a tile last adds up each token's results."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    groups: tl.constexpr = (K + GROUP_K - 1) // GROUP_K if GROUP_K else 1
     slot = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, False)
@@ -330,11 +345,16 @@ def _down_dot(
         weights_at = weight + expert * (COLUMNS * K) + weight_row[:, None] * K + k[None, :]
         xs = x + pair.to(tl.int64)[:, None] * K + k[None, :]
         share = tl.load(weights + pair, mask=takes, other=0.0)
-        if SCALED:
+        of_rows = weight_scale
+        of_pairs = x_scale
+        if GROUP_K:
+            of_rows += block_scales(expert, weight_row, COLUMNS, K, GROUP_N, GROUP_K)
+            of_pairs += pair * groups
+        elif SCALED:
             of_pair = tl.load(x_scale + pair, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * COLUMNS + weight_row)
-        acc = _multiply(weights_at, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
-        if SCALED:
+        acc = _multiply(weights_at, xs, takes, of_rows, of_pairs, K, ROWS, BLOCK_N, BLOCK_K, GROUP_K)
+        if SCALED and not GROUP_K:
             acc = acc * of_pair[None, :] * of_row[:, None]
         acc = acc * share[None, :]
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)

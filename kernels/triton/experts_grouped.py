@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.linear_rows import gated, weight_rows
+from kernels.triton.linear_rows import add_product, block_scales, gated, weight_rows
 
 
 @triton.jit
@@ -49,6 +49,8 @@ def _grouped(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. With UP, x has one row per token,
@@ -78,7 +80,7 @@ def _grouped(
             later_expert, later_first, later_end = _group(groups, (number + 2 * programs) // across, count)
             _compute_tile(
                 x, x_scale, weight, weight_scale, out, expert, first, end, choice, tile,
-                COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, True,
+                COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, GROUP_N, GROUP_K, True,
             )  # fmt: skip
             expert, first, end, choice = next_expert, next_first, next_end, next_choice
             next_expert, next_first, next_end = later_expert, later_first, later_end
@@ -89,13 +91,13 @@ def _grouped(
                 few = _choices(order, first, end, total, SMALL)
                 _compute_tile(
                     x, x_scale, weight, weight_scale, out, expert, first, end, few, tile,
-                    COLUMNS, N, K, TOP_K, UP, SMALL, BLOCK_N, BLOCK_K, SCALED, False,
+                    COLUMNS, N, K, TOP_K, UP, SMALL, BLOCK_N, BLOCK_K, SCALED, GROUP_N, GROUP_K, False,
                 )  # fmt: skip
             else:
                 many = _choices(order, first, end, total, ROWS)
                 _compute_tile(
                     x, x_scale, weight, weight_scale, out, expert, first, end, many, tile,
-                    COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, False,
+                    COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, GROUP_N, GROUP_K, False,
                 )  # fmt: skip
 
 
@@ -120,6 +122,8 @@ def _compute_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SCALED: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Compute one tile of `_grouped`: BLOCK_N weight rows of an expert by the ROWS choices of a group. With
@@ -133,7 +137,13 @@ def _compute_tile(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
     ws = weight + weight_row[:, None] * K + k[None, :]
     xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
-    if SCALED and EARLY:
+    of_rows = weight_scale
+    of_choices = x_scale
+    if GROUP_K:
+        rows = weight_rows(tile, COLUMNS, BLOCK_N, UP)
+        of_rows += block_scales(expert.to(tl.int64), rows, N, K, GROUP_N, GROUP_K)
+        of_choices += source.to(tl.int64) * ((K + GROUP_K - 1) // GROUP_K)
+    elif SCALED and EARLY:
         of_choice = tl.load(x_scale + source)
         of_row = tl.load(weight_scale + weight_row)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -145,8 +155,8 @@ def _compute_tile(
         else:
             w = tl.load(ws + at)
             part = tl.load(xs + at)
-        acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
-    if SCALED:
+        acc = add_product(acc, w, part, of_rows, of_choices, at, place <= last, GROUP_K)
+    if SCALED and not GROUP_K:
         if not EARLY:
             of_choice = tl.load(x_scale + source)
             of_row = tl.load(weight_scale + weight_row)

@@ -133,20 +133,21 @@ def up(
     plan: ExpertsPlan,
     multiprocessors: int,
     *,
+    block: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
     """Return `silu(gate) × up` for each choice, in `by_expert` order: `[tokens × top_k, intermediate]` in the
     model's dtype.
 
-    x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`.
+    x, x_scale, weight, weight_scale, block, dtype: as in `experts_few.up`.
     multiprocessors: number of multiprocessors of the device.
 
     Results of experts on other ranks are undefined.
     """
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
-    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, top_k)
+    _launch(x, x_scale, by_expert, weight, weight_scale, block, out, plan, multiprocessors, pdl, top_k)
     return out
 
 
@@ -159,6 +160,7 @@ def down(
     plan: ExpertsPlan,
     multiprocessors: int,
     *,
+    block: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -168,9 +170,10 @@ def down(
       quantised, x_scale is `[tokens × top_k, 1]`.
     weight: `[experts, hidden, intermediate]`.
     weight_scale: `[experts, hidden]`.
+    block: as in `experts_few.up`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
-    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None)
+    _launch(x, x_scale, by_expert, weight, weight_scale, block, out, plan, multiprocessors, pdl, None)
     return out
 
 
@@ -219,6 +222,7 @@ def _launch(
     by_expert: Sorted,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
+    block: tuple[int, int] | None,
     out: torch.Tensor,
     plan: ExpertsPlan,
     multiprocessors: int,
@@ -258,6 +262,8 @@ def _launch(
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         SCALED=weight_scale is not None,
+        GROUP_N=0 if block is None else block[0],
+        GROUP_K=0 if block is None else block[1],
         PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,

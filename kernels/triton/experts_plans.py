@@ -80,6 +80,9 @@ class ExpertsShape:
     """Width of an expert's intermediate layer on this rank."""
     held: int
     """Number of experts on this rank."""
+    group: int = 0
+    """Columns of the blocks of `down`, whose blocks are the smallest, or 0 if weights have one scale per
+    output. Tables have no entries for weights with one scale per block."""
 
     def __str__(self) -> str:
         held = "" if self.held == self.experts else f"/{self.held}"
@@ -107,10 +110,17 @@ def choose(
     intermediate: int,
     dtype: torch.dtype,
     shared_bytes: int = HOPPER_SHARED,
+    group: int = 0,
 ) -> LayerPlans:
     """Return the plans for experts with weights of `dtype`, for a GPU with `shared_bytes` of shared memory
-    per program. intermediate: width of an expert's intermediate layer on this rank."""
+    per program. intermediate: width of an expert's intermediate layer on this rank. group: see
+    `ExpertsShape.group`."""
     size = dtype.itemsize
+    if group:
+        # The kernels for one or two tokens do not support blocks. Each step's columns belong to one block.
+        tokens = max(tokens, MAX_GEMV_TOKENS + 1)
+        plans = choose(tokens, top_k, experts, hidden, intermediate, dtype, shared_bytes)
+        return LayerPlans(_for_blocks(plans.up, group), _for_blocks(plans.down, group))
     if tokens > MAX_FEW_TOKENS:
         one = _grouped(tokens * top_k / experts, size)
         return LayerPlans(_fit(one, hidden, size, shared_bytes), _fit(one, intermediate, size, shared_bytes))
@@ -189,6 +199,14 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
     if mean < 64 or (mean <= 64 and size == 1):
         return ExpertsPlan("grouped", 64, 128, 128 // size, warps=8, stages=4, programs=2)
     return ExpertsPlan("grouped", 128, 256, 128 // size, warps=8, stages=3)
+
+
+def _for_blocks(plan: ExpertsPlan, group: int) -> ExpertsPlan:
+    """Return the plan with steps of at most `group` columns, and with at most 64 sums per thread, because the
+    sums of one block are kept separate from the total."""
+    if plan.rows * plan.block_n > 64 * 32 * plan.warps:
+        plan = replace(plan, rows=128, block_n=128, warps=8, programs=1)
+    return replace(plan, block_k=min(plan.block_k, group))
 
 
 def _fit(plan: ExpertsPlan, k: int, size: int, shared_bytes: int) -> ExpertsPlan:

@@ -50,7 +50,8 @@ class Routed:
     normed: torch.Tensor
     """The normalised input, in the input's dtype or in e4m3: [tokens, hidden]."""
     scales: torch.Tensor | None
-    """Scales of e4m3 values: [tokens, 1] float32, or None if `normed` is not quantised."""
+    """Scales of e4m3 values: [tokens, 1] or [tokens, groups] float32, or None if `normed` is not
+    quantised."""
     chosen: torch.Tensor
     """Ids of the chosen experts: [tokens, top_k] int32."""
     weights: torch.Tensor
@@ -73,6 +74,7 @@ def route(
     normalised: bool,
     workspace: Workspace,
     values: torch.dtype | None = None,
+    group: int = 0,
     count: ChoiceCount | None = None,
     pdl: bool = True,
 ) -> Routed:
@@ -83,6 +85,7 @@ def route(
     normalised: whether the softmax covers only the chosen experts' logits (so the weights sum to one) or all
       experts' logits.
     values: dtype of the normalised values if they are quantised, or None for x's dtype.
+    group: if not 0, quantised values have one scale per `group` columns.
     workspace: contains at least one counter per token.
     count: if given, per-expert token counts that this call increments.
     """
@@ -90,7 +93,7 @@ def route(
     experts = _check(x, norm_weight, router, top_k)
     if tokens > len(workspace.arrived):
         raise ValueError(f"x has {tokens} tokens; route supports up to {len(workspace.arrived)}")
-    routed = _allocate(x, top_k, values)
+    routed = _allocate(x, top_k, values, group)
     if not tokens:
         return routed
     block = triton.next_power_of_2(hidden)
@@ -116,6 +119,7 @@ def route(
         BLOCK_E=block_e,
         ALL=triton.next_power_of_2(experts),
         QUANTISE=values is not None,
+        GROUP=group,
         NORMALISED=normalised,
         COUNT=count is not None,
         PDL=pdl,
@@ -134,6 +138,7 @@ def route_many(
     *,
     normalised: bool,
     values: torch.dtype | None = None,
+    group: int = 0,
     count: ChoiceCount | None = None,
     pdl: bool = True,
 ) -> Routed:
@@ -151,7 +156,9 @@ def route_many(
     if values is None:
         normed = quantised = fused.rms_norm(x, norm_weight, eps, pdl=pdl)
     else:
-        normed, quantised, scales = fused.rms_norm_both(x, norm_weight, eps, values=values, pdl=pdl)
+        normed, quantised, scales = fused.rms_norm_both(
+            x, norm_weight, eps, values=values, group=group, pdl=pdl
+        )
     routed = Routed(quantised, scales, chosen, weights, places, counts)
     if not tokens:
         return routed
@@ -209,11 +216,14 @@ def block_tokens(tokens: int, experts: int) -> int:
     return max(4, min(largest, triton.next_power_of_2(triton.cdiv(tokens, _PROGRAMS))))
 
 
-def _allocate(x: torch.Tensor, top_k: int, values: torch.dtype | None) -> Routed:
+def _allocate(x: torch.Tensor, top_k: int, values: torch.dtype | None, group: int) -> Routed:
     tokens, device = len(x), x.device
+    normed, scales = torch.empty_like(x), None
+    if values is not None:
+        normed, scales = fused.allocate_quantised(x, x.shape[1], values, group)
     return Routed(
-        torch.empty(x.shape, dtype=values or x.dtype, device=device),
-        None if values is None else torch.empty((tokens, 1), dtype=torch.float32, device=device),
+        normed,
+        scales,
         torch.empty((tokens, top_k), dtype=torch.int32, device=device),
         torch.empty((tokens, top_k), dtype=torch.float32, device=device),
     )
@@ -273,6 +283,7 @@ def _route(
     BLOCK_E: tl.constexpr,
     ALL: tl.constexpr,
     QUANTISE: tl.constexpr,
+    GROUP: tl.constexpr,
     NORMALISED: tl.constexpr,
     COUNT: tl.constexpr,
     PDL: tl.constexpr,
@@ -298,9 +309,7 @@ def _route(
     row = rounded.to(tl.float32)
     if tile == 0:
         if QUANTISE:
-            scale, inverse = fused.fp8_scale(tl.max(tl.abs(row), axis=0))
-            tl.store(normed + at, (row * inverse).to(normed.dtype.element_ty), mask=inside)
-            tl.store(scales + token, scale)
+            fused.store_fp8(row, normed, scales, token.to(tl.int64), HIDDEN, BLOCK, GROUP)
         else:
             tl.store(normed + at, rounded, mask=inside)
     of_token = logits + token * EXPERTS

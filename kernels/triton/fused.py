@@ -35,34 +35,51 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = F
     """Return the RMSNorm (Zhang and Sennrich 2019) of `x [tokens, hidden]` with gain `weight [hidden]`, in
     x's dtype."""
     normed = torch.empty_like(x)
-    _launch_norm(x, weight, eps, normed, None, None, pdl)
+    _launch_norm(x, weight, eps, normed, None, None, 0, pdl)
     return normed
 
 
 def rms_norm_fp8(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, values: torch.dtype = FP8, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    values: torch.dtype = FP8,
+    group: int = 0,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `rms_norm` and quantise the result. Return values `[tokens, hidden]` e4m3 and scales
-    `[tokens, 1]` float32."""
-    quantised, scales = _quantised(x, x.shape[1], values)
-    _launch_norm(x, weight, eps, None, quantised, scales, pdl)
+    `[tokens, 1]` float32, or `[tokens, ⌈hidden / group⌉]` if group is not 0."""
+    quantised, scales = allocate_quantised(x, x.shape[1], values, group)
+    _launch_norm(x, weight, eps, None, quantised, scales, group, pdl)
     return quantised, scales
 
 
 def rms_norm_both(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, values: torch.dtype = FP8, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    values: torch.dtype = FP8,
+    group: int = 0,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the results of both `rms_norm` and `rms_norm_fp8`, computed in one launch."""
     normed = torch.empty_like(x)
-    quantised, scales = _quantised(x, x.shape[1], values)
-    _launch_norm(x, weight, eps, normed, quantised, scales, pdl)
+    quantised, scales = allocate_quantised(x, x.shape[1], values, group)
+    _launch_norm(x, weight, eps, normed, quantised, scales, group, pdl)
     return normed, quantised, scales
 
 
-def _quantised(x: torch.Tensor, width: int, values: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def allocate_quantised(
+    x: torch.Tensor, width: int, values: torch.dtype, group: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate the quantised values and scales of the rows of `x`, with `width` columns. A row has one scale,
+    or one per `group` columns if `group` is not 0."""
+    groups = triton.cdiv(width, group) if group else 1
     return (
         torch.empty((x.shape[0], width), dtype=values, device=x.device),
-        torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device),
+        torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device),
     )
 
 
@@ -73,6 +90,7 @@ def _launch_norm(
     out: torch.Tensor | None,
     quantised: torch.Tensor | None,
     scales: torch.Tensor | None,
+    group: int,
     pdl: bool,
 ) -> None:
     tokens, hidden = x.shape
@@ -90,6 +108,7 @@ def _launch_norm(
         eps,
         STORE=out is not None,
         QUANTISE=quantised is not None,
+        GROUP=group,
         PDL=pdl,
         BLOCK=block,
         num_warps=_row_warps(block, tokens),
@@ -108,6 +127,7 @@ def _norm(
     eps,
     STORE: tl.constexpr,
     QUANTISE: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -127,10 +147,7 @@ def _norm(
     if STORE:
         tl.store(out + at, normed, mask=inside)
     if QUANTISE:
-        row = normed.to(tl.float32)
-        scale, inverse = fp8_scale(tl.max(tl.abs(row), axis=0))
-        tl.store(quantised + at, (row * inverse).to(quantised.dtype.element_ty), mask=inside)
-        tl.store(scales + token, scale)
+        store_fp8(normed.to(tl.float32), quantised, scales, token, hidden, BLOCK, GROUP)
 
 
 @triton.jit
@@ -139,6 +156,29 @@ def fp8_scale(largest):
     values. Divisions are rounded exactly, as in the reference. A quantised value may exceed 448 by one
     rounding step, which is harmless because the hardware conversion to e4m3 saturates."""
     return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
+
+
+@triton.jit
+def store_fp8(row, quantised, scales, token, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Quantise a token's row of `width` numbers (`row [BLOCK]` float32, zero beyond them) and store its
+    values and its scale. With GROUP, the row has one scale for each group of GROUP columns."""
+    column = tl.arange(0, BLOCK)
+    if GROUP:
+        size: tl.constexpr = min(GROUP, BLOCK)
+        count = (width + GROUP - 1) // GROUP
+        parts = tl.reshape(row, [BLOCK // size, size])
+        scale, inverse = fp8_scale(tl.max(tl.abs(parts), axis=1))
+        row = tl.reshape(parts * inverse[:, None], [BLOCK])
+    else:
+        scale, inverse = fp8_scale(tl.max(tl.abs(row), axis=0))
+        row = row * inverse
+    to = quantised + token * width + column
+    tl.store(to, row.to(quantised.dtype.element_ty), mask=column < width)
+    if GROUP:
+        group = tl.arange(0, BLOCK // size)
+        tl.store(scales + token * count + group, scale, mask=group < count)
+    else:
+        tl.store(scales + token, scale)
 
 
 # ── QK-norm, RoPE and the KV cache ───────────────────────────────────────────────────────────────────
@@ -323,7 +363,7 @@ def silu_mul_fp8(
     """Compute `silu_mul` and quantise the result. Return values `[tokens, n]` e4m3 and scales `[tokens, 1]`
     float32."""
     width = gate_up.shape[1] // 2
-    quantised, scales = _quantised(gate_up, width, values)
+    quantised, scales = allocate_quantised(gate_up, width, values)
     _launch_silu(gate_up, quantised, scales, _block(width, "gate_up's half"), pdl)
     return quantised, scales
 
@@ -372,9 +412,7 @@ def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.const
     to = out + token * width + column
     if QUANTISE:
         row = product.to(tl.float32)
-        scale, inverse = fp8_scale(tl.max(tl.abs(row), axis=0))
-        tl.store(to, (row * inverse).to(out.dtype.element_ty), mask=inside)
-        tl.store(scales + token, scale)
+        store_fp8(row, out, scales, token, width, BLOCK, 0)
     else:
         tl.store(to, product, mask=inside)
 

@@ -40,7 +40,7 @@ import triton.language as tl
 from kernels import DeferredNorm
 from kernels.triton import fused
 from kernels.triton.linear_plans import FusedOps, GemmPlan
-from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv
+from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv, scales_shape
 from kernels.triton.linear_table import Table
 
 __all__ = ["Workspace", "allocate_deferred_norm", "allocate_workspace", "linear", "linear_fp8", "quantise"]
@@ -114,6 +114,7 @@ def linear_fp8(
     weight_scale: torch.Tensor,
     *,
     x_scale: torch.Tensor | None = None,
+    block: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
@@ -133,22 +134,26 @@ def linear_fp8(
     after the optional RMSNorm. If x is in e4m3, it has float32 scales `x_scale`, `[rows]` or `[rows, 1]`,
     norm_weight must be None, and dtype must be the model's dtype. The result has `out`'s dtype or, without
     `out`, the model's dtype.
+
+    block: if the weight has one scale per block (`kernels.Fp8Weight.block`), rows and columns per block. The
+      weight's scales are then `[⌈N / rows⌉, ⌈K / columns⌉]`, and those of x are `[rows, ⌈K / columns⌉]`.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
     dtype = x.dtype if x_scale is None else dtype
     if x_scale is not None and norm_weight is not None:
         raise ValueError("x_scale and norm_weight are both given; the norm needs x before quantisation")
-    if weight_scale.shape != weight.shape[:1] or weight_scale.dtype != torch.float32:
+    (n, k), group = weight.shape, 0 if block is None else block[1]
+    expected = tuple(scales_shape(weight.shape, block))
+    if weight_scale.shape != expected or weight_scale.dtype != torch.float32:
         raise ValueError(
-            f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; "
-            f"expected float32 ({weight.shape[0]},)"
+            f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; expected float32 {expected}"
         )
     rows = x.shape[0]
     # Use a kernel for several rows: the one-row kernels quantise x themselves and cannot process a row that
     # is already quantised.
     for_rows = rows if x_scale is None else max(rows, 2)
-    plan = plan or (table or Table()).choose(for_rows, weight.shape[0], weight.shape[1], weight.dtype)
+    plan = plan or (table or Table()).choose(for_rows, n, k, weight.dtype, group)
     if out is None and (plan is not None or not rows):
         out = _allocate(x, weight, extras, dtype)
     if not rows and out is not None:
@@ -157,14 +162,14 @@ def linear_fp8(
     if x_scale is None and not alone:
         x = x.contiguous()
         if norm_weight is not None:
-            x, x_scale = fused.rms_norm_fp8(x, norm_weight, eps, values=weight.dtype, pdl=pdl)
+            x, x_scale = fused.rms_norm_fp8(x, norm_weight, eps, values=weight.dtype, group=group, pdl=pdl)
             extras = replace(extras, norm_weight=None)
         else:
-            x, x_scale = quantise(x, values=weight.dtype, pdl=pdl)
+            x, x_scale = quantise(x, values=weight.dtype, group=group, pdl=pdl)
     if plan is None or out is None:
         assert x_scale is not None
         return _cublas_fp8(x, x_scale, weight, weight_scale, extras, dtype, out, pdl)
-    _launch(plan, x, x_scale, weight, weight_scale, extras, out, workspace, pdl)
+    _launch(plan, x, x_scale, weight, weight_scale, extras, out, workspace, pdl, block)
     return out
 
 
@@ -178,17 +183,17 @@ def allocate_deferred_norm(plan: GemmPlan, result: torch.Tensor) -> DeferredNorm
 
 
 def quantise(
-    x: torch.Tensor, *, values: torch.dtype = fused.FP8, pdl: bool = True
+    x: torch.Tensor, *, values: torch.dtype = fused.FP8, group: int = 0, pdl: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise `x [rows, n]`, which must be contiguous, to e4m3 with scales `[rows, 1]` float32, as
     `reference.quantise_fp8` does.
 
+    group: if not 0, a row has one scale per `group` columns: `[rows, ⌈n / group⌉]`.
     values: dtype of the quantised values. Triton's interpreter does not support e4m3, so tests that run in
     the interpreter pass a different dtype.
     """
     rows, n = x.shape
-    quantised = torch.empty((rows, n), dtype=values, device=x.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    quantised, scales = fused.allocate_quantised(x, n, values, group)
     if rows:
         block = triton.next_power_of_2(n)
         _quantise[(rows,)](
@@ -196,6 +201,7 @@ def quantise(
             quantised,
             scales,
             n,
+            GROUP=group,
             PDL=pdl,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
@@ -205,7 +211,7 @@ def quantise(
 
 
 @triton.jit
-def _quantise(x, quantised, scales, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _quantise(x, quantised, scales, n, GROUP: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
     """Quantise one row per program."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -213,10 +219,7 @@ def _quantise(x, quantised, scales, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     values = tl.load(x + row * n + column, mask=column < n, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values), axis=0)
-    factor = tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))
-    tl.store(quantised + row * n + column, (values * factor).to(quantised.dtype.element_ty), mask=column < n)
-    tl.store(scales + row, tl.div_rn(largest, 448.0))
+    fused.store_fp8(values, quantised, scales, row, n, BLOCK, GROUP)
 
 
 # ── launching ────────────────────────────────────────────────────────────────────────────────────────
@@ -232,7 +235,10 @@ def _launch(
     out: torch.Tensor,
     workspace: Workspace | None,
     pdl: bool,
+    block: tuple[int, int] | None = None,
 ) -> None:
+    if block is not None and plan.form != "dot":
+        raise ValueError(f"plan has form {plan.form!r}; only 'dot' supports weights with one scale per block")
     if plan.form == "gemv":
         launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)
     elif plan.form == "stream" and weight_scale is not None:
@@ -249,7 +255,7 @@ def _launch(
 
             launch_tiles(*arguments)
         else:
-            launch_dot(*arguments)
+            launch_dot(*arguments, block)
 
 
 def _cublas(

@@ -93,21 +93,22 @@ def tile_bytes(plan: GemmPlan, itemsize: int) -> int:
 
 
 def choose(
-    rows: int, n: int, k: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED
+    rows: int, n: int, k: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED, group: int = 0
 ) -> GemmPlan | None:
     """Return the rule-based plan of the GEMM `[rows, k] × [n, k]ᵀ` with weights of `dtype`, on a GPU with
     `shared_bytes` of shared memory per program. Return None if cuBLAS is faster or the kernels do not support
-    the shape."""
+    the shape. group: columns of the weight's blocks if it has one scale per block, otherwise 0. Only `dot`
+    computes such weights, for any number of rows.
+    """
+    if group:
+        return _fit(_blocks(rows, n, k, dtype, group), dtype, shared_bytes)
     if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return None
     most = 2 * MAX_ROWS if dtype.itemsize == 1 and n < _MANY else MAX_ROWS
     if not 1 <= rows <= most or k % ALIGNMENT or n < 16:
         return None
     if rows > 1:
-        plan = _dot(rows, n, k, dtype)
-        while tile_bytes(plan, dtype.itemsize) + _SHARED_BESIDE > shared_bytes:
-            plan = replace(plan, stages=plan.stages - 1)
-        return plan
+        return _fit(_dot(rows, n, k, dtype), dtype, shared_bytes)
     return _stream(n, k) if dtype.itemsize == 1 and k < 8192 else _gemv(n, k, dtype)
 
 
@@ -153,6 +154,28 @@ def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan:
         plan = GemmPlan("dot", padded, 64, columns, warps=4, stages=stages, split=split)
     while k // plan.split % plan.block_k:
         plan = replace(plan, block_k=plan.block_k // 2)
+    return plan
+
+
+def _blocks(rows: int, n: int, k: int, dtype: torch.dtype, group: int) -> GemmPlan:
+    """Return the plan of `dot` for a weight with one scale per block. Each step's columns belong to one
+    block. Many rows are computed in tiles, which are halved if there are too few for all multiprocessors."""
+    if rows <= MAX_ROWS:
+        plan = _dot(rows, n, k, dtype)
+    else:
+        plan = GemmPlan("dot", 128, 128, 128, warps=8, stages=4)
+        if -(-n // 128) * -(-rows // 128) < MAX_SPLIT_PROGRAMS // 2:
+            plan = replace(plan, rows=64, block_n=64, warps=4)
+    block_k = min(plan.block_k, group)
+    while k // plan.split % block_k:
+        block_k //= 2
+    return replace(plan, block_k=block_k)
+
+
+def _fit(plan: GemmPlan, dtype: torch.dtype, shared_bytes: int) -> GemmPlan:
+    """Return the plan with as many of its stages as fit into shared memory."""
+    while tile_bytes(plan, dtype.itemsize) + _SHARED_BESIDE > shared_bytes:
+        plan = replace(plan, stages=plan.stages - 1)
     return plan
 
 

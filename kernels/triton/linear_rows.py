@@ -58,6 +58,13 @@ def check_results(out: torch.Tensor, residual: torch.Tensor | None, shape: tuple
             raise ValueError(f"{name} is {tuple(tensor.shape)}; expected {shape}, contiguous")
 
 
+def scales_shape(shape: torch.Size, block: tuple[int, int] | None) -> torch.Size:
+    """Return the shape of the scales of weights `[…, N, K]` with one scale per row, or one per block."""
+    if block is None:
+        return shape[:-1]
+    return torch.Size((*shape[:-2], triton.cdiv(shape[-2], block[0]), triton.cdiv(shape[-1], block[1])))
+
+
 def launch_gemv(
     plan: GemmPlan,
     x: torch.Tensor,
@@ -105,12 +112,19 @@ def launch_dot(
     fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
+    block: tuple[int, int] | None = None,
 ) -> None:
-    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype; for e4m3, both
-    have scales. x must already be normalised unless `fused.squares` is given: x then contains a deferred
-    norm's values, and this GEMM multiplies its results by each token's factor."""
+    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
+    both have scales. x must already be normalised, except for its tokens' norm
+    factors if `fused.squares` is given: this GEMM then applies the factors to its results.
+
+    block: rows and columns of the weight's blocks, if it has one scale per block. x has one scale per group
+      of as many columns, and any number of rows if `plan.split` is 1.
+    """
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
+    if block is not None:
+        tiles *= triton.cdiv(x.shape[0], plan.rows)
     parts = 0 if fused.squares is None else fused.squares.shape[0]
     _dot[(tiles * plan.split,)](
         x,
@@ -139,11 +153,13 @@ def launch_dot(
         BLOCK_K=plan.block_k,
         SPLIT=plan.split,
         PARTS=triton.next_power_of_2(parts),
-        SCALED=weight_scale is not None,
+        SCALED=weight_scale is not None and block is None,
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
         GAIN=fused.deferred_norm is not None,
+        GROUP_N=0 if block is None else block[0],
+        GROUP_K=0 if block is None else block[1],
         PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -231,6 +247,35 @@ def _write_deferred_norm(
 
 
 @triton.jit
+def block_scales(
+    expert, weight_row, rows: tl.constexpr, K: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr
+):
+    """Return the index of the first block scale of each `weight_row` of an expert's matrix `[rows, K]`."""
+    row_blocks: tl.constexpr = (rows + GROUP_N - 1) // GROUP_N
+    return (expert * row_blocks + weight_row // GROUP_N) * ((K + GROUP_K - 1) // GROUP_K)
+
+
+@triton.jit
+def add_product(acc, w, x, of_rows, of_tokens, k, live, GROUP_K: tl.constexpr):
+    """Return `acc [BLOCK_N, ROWS]` plus the product of weights `w [BLOCK_N, BLOCK_K]` and tokens
+    `x [ROWS, BLOCK_K]`, which begin at column `k` of K.
+
+    With GROUP_K, the product is multiplied by the scales of the weights' blocks and of the tokens' groups of
+    GROUP_K columns, so the columns must belong to one group. `of_rows [BLOCK_N]` and `of_tokens [ROWS]` point
+    to each row's first scale. Only `live` tokens have scales. Every group's sum is added in float32.
+    """
+    if GROUP_K:
+        group = k // GROUP_K
+        row_scale = tl.load(of_rows + group)
+        token_scale = tl.load(of_tokens + group, mask=live, other=0.0)
+        scale = row_scale[:, None] * token_scale[None, :]
+        acc += tl.dot(w, tl.trans(x), input_precision="ieee") * scale
+    else:
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def widen(values, FP8: tl.constexpr):
     """Convert values to float32. e4m3 values are first converted to float16, because a single instruction
     converts two of them."""
@@ -275,12 +320,31 @@ def _dot(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GAIN: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by all tokens. Each program sums over one of SPLIT equal parts of K."""
+    """Multiply BLOCK_N weight rows by all tokens. Each program sums over one of SPLIT equal parts of K.
+
+    With GROUP_K, weights have a scale per block of GROUP_N rows and GROUP_K columns, and tokens have a scale
+    per group of GROUP_K columns. A program then multiplies its weight rows by ROWS tokens. Programs with the
+    same weight rows are adjacent.
+    """
     depth: tl.constexpr = K // SPLIT
-    tile = tl.program_id(0) // SPLIT
-    split = tl.program_id(0) % SPLIT
+    program = tl.program_id(0)
+    if GROUP_K:
+        groups: tl.constexpr = (K + GROUP_K - 1) // GROUP_K
+        token_tiles = (rows + ROWS - 1) // ROWS
+        first = (program % token_tiles).to(tl.int64) * ROWS
+        program = program // token_tiles
+        rows = tl.minimum(rows - first, ROWS)
+        x += first * x_stride
+        x_scale += first * groups
+        out += first * out_stride
+        if RESIDUAL:
+            residual += first * residual_stride
+    tile = program // SPLIT
+    split = program % SPLIT
     weight_row = weight_rows(tile, columns, BLOCK_N, SILU)
     k = split * depth + tl.arange(0, BLOCK_K)
     row = tl.arange(0, ROWS)
@@ -297,11 +361,16 @@ def _dot(
         which = tl.arange(0, PARTS)
         there = (which < parts)[:, None] & live[None, :]
         squared = tl.load(x_squares + which[:, None] * rows + row[None, :], mask=there, other=0.0)
+    of_rows = weight_scale
+    of_tokens = x_scale
+    if GROUP_K:
+        of_rows += weight_row // GROUP_N * groups
+        of_tokens += row * groups
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for at in tl.range(0, depth, BLOCK_K):
         w = tl.load(weights + at, eviction_policy="evict_first")
         part = tl.load(xs + at, mask=live[:, None], other=0.0)
-        acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
+        acc = add_product(acc, w, part, of_rows, of_tokens, split * depth + at, live, GROUP_K)
 
     last = True
     if SPLIT > 1:

@@ -97,20 +97,21 @@ class Table:
             if tokens <= most:
                 return entry.plans
         sizes = (shape.top_k, shape.experts, shape.hidden, shape.intermediate)
-        return experts_plans.choose(tokens, *sizes, shape.dtype, self.shared_bytes)
+        return experts_plans.choose(tokens, *sizes, shape.dtype, self.shared_bytes, shape.group)
 
     def with_experts(self, shape: ExpertsShape, tokens: int, entry: ExpertsEntry) -> Table:
         """Return a copy of this table with an MoE layer's entry added or replaced."""
         entries = {**self.experts.get(shape, {}), tokens: entry}
         return replace(self, experts={**self.experts, shape: dict(sorted(entries.items()))})
 
-    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
+    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype, group: int = 0) -> GemmPlan | None:
         """Return a GEMM's plan from the entry with the smallest row count that is large enough, or from the
-        rules if there is no such entry. Returns None if the library computes the GEMM."""
-        for most, entry in self.products.get(Product(dtype, n, k), {}).items():
+        rules if there is no such entry. Returns None if the library computes the GEMM. Tables have no entries
+        for weights with one scale per block, whose number of columns is `group`."""
+        for most, entry in self.products.get(Product(dtype, n, k), {}).items() if not group else ():
             if rows <= most:
                 return entry.plan
-        return linear_plans.choose(rows, n, k, dtype, self.shared_bytes)
+        return linear_plans.choose(rows, n, k, dtype, self.shared_bytes, group)
 
     def with_entry(self, product: Product, max_num_seqs: int, entry: PlanEntry) -> Table:
         """Return a copy of this table with one entry added or replaced."""
