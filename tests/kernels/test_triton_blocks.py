@@ -1,0 +1,245 @@
+"""Tests of the operations with FP8 weights that have one scale per block, against the reference
+implementation.
+
+The interpreter verifies indexing and masking in float32, with values that are scaled but not rounded: which
+scale a weight and a token's input are multiplied by, and sizes that are not multiples of a tile or of a
+block. The tests marked `gpu` verify the numerics of bfloat16 and e4m3, and that results with PDL and in
+graphs are bitwise equal.
+
+In float32, the error against the reference is at most 2e-5 of the result's largest value, which covers the
+different order of sums. With e4m3, inputs are rounded as in the reference, so the error is that of sums on
+tensor cores (4e-3) and of rounding the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels import Activation, Experts, Fp8Activation, Fp8Weight, Residual, reference
+from kernels.triton import experts_plans, linear_plans
+from tests.kernels.closeness import error
+from tests.kernels.linear_cases import DEVICE, EPS, CudaOps, linear, on_gpu, random_tensor
+from tests.kernels.test_triton_linear import check_bits
+
+E4M3 = torch.float8_e4m3fn
+ROWS = [1, 3, 16, 33, 64, 65, 130, 300]
+SHAPES = [
+    # Fields: outputs, inputs, and rows and columns of a block. The last blocks may be incomplete.
+    (256, 384, (128, 128)),
+    (200, 320, (128, 128)),
+    (160, 192, (32, 64)),
+    (96, 128, (16, 32)),
+]
+
+
+def uneven(x: torch.Tensor) -> torch.Tensor:
+    """Return x with magnitudes that differ between rows and between groups of 32 columns."""
+    rows, columns = x.shape[-2:]
+    row = torch.arange(rows, device=x.device).unsqueeze(1) // 16
+    column = torch.arange(columns, device=x.device) // 32
+    return x * (1 + (3 * row + 5 * column) % 7).to(x.dtype)
+
+
+def blocks(*shape: int, seed: int, block: tuple[int, int], values: torch.dtype) -> Fp8Weight:
+    """Return random matrices with one scale per block. If `values` is not e4m3, they are not rounded."""
+    whole = uneven(random_tensor(*shape, seed=seed, dtype=torch.float32)) * shape[-1] ** -0.5
+    found, scales = zip(*(_quantised(one, block, values) for one in whole.view(-1, *shape[-2:])), strict=True)
+    each = Fp8Weight(torch.stack(found).view(shape), torch.stack(scales), block)
+    return Fp8Weight(each.values, each.scales if len(shape) == 3 else each.scales[0], block)
+
+
+def _quantised(
+    x: torch.Tensor, block: tuple[int, int], values: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    quantised, scales = reference.quantise_blocks(x, block)
+    if values == E4M3:
+        return quantised, scales
+    return (x / dequantised(Fp8Weight(torch.ones_like(x), scales, block))).to(values), scales
+
+
+def dequantised(weight: Fp8Weight) -> torch.Tensor:
+    """Return the values of a matrix multiplied by their scales, without changing the matrix."""
+    return reference.dequantise(Fp8Weight(weight.values.double(), weight.scales, weight.block))
+
+
+def matrix(weight: Fp8Weight, values: torch.dtype) -> torch.Tensor | Fp8Weight:
+    """Return the weight for the reference, which rounds inputs to e4m3 if the weight is quantised."""
+    if values == E4M3:
+        return weight
+    if weight.values.dim() == 2:
+        return dequantised(weight)
+    each = range(len(weight.values))
+    return torch.stack([dequantised(reference.expert_weight(weight, one)) for one in each])
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype and found.isfinite().all()
+    slack = 2e-5 if found.dtype == torch.float32 else 4e-3 + torch.finfo(found.dtype).eps
+    off = (found.double() - expected.double()).abs().amax()
+    assert off <= (slack if slack < 1e-3 else 2e-2) * expected.double().abs().amax()
+    assert error(found, expected.double()) <= slack
+
+
+def check_linears(
+    rows: int, shape: tuple[int, int, tuple[int, int]], dtype: torch.dtype, values: torch.dtype, pdl: bool
+) -> None:
+    n, k, block = shape
+    ops = CudaOps(pdl=pdl)
+    weight = blocks(n, k, seed=1, block=block, values=values)
+    whole = matrix(weight, values)
+    x = uneven(random_tensor(rows, k, seed=2, dtype=dtype))
+    bias = random_tensor(n, seed=3, dtype=dtype)
+    close(ops.linear(x, weight, bias), reference.linear(x, whole, bias))
+    residual = random_tensor(rows, n, seed=4, dtype=dtype)
+    found = ops.linear_add(x, weight, None, Residual(residual.clone()), None).values
+    close(found, reference.linear_add(x, whole, None, Residual(residual.clone()), None).values)
+    norm = uneven(random_tensor(1, k, seed=5, dtype=dtype)).squeeze(0)
+    normed = Residual(x), norm, EPS
+    close(ops.norm_linear(*normed, weight, None), reference.norm_linear(*normed, whole, None))
+    gated = ops.norm_gate_up(*normed, weight, bias)
+    assert isinstance(gated, torch.Tensor)
+    close(gated, reference.norm_gate_up(*normed, whole, bias))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_inputs_are_multiplied_by_blocks(rows: int, shape: tuple) -> None:
+    check_linears(rows, shape, torch.float32, torch.float32, pdl=False)
+
+
+def test_many_rows_are_multiplied_by_blocks_in_large_tiles() -> None:
+    weight = blocks(160, 256, seed=1, block=(32, 128), values=torch.float32)
+    x = uneven(random_tensor(150, 256, seed=2, dtype=torch.float32))
+    large = linear_plans.GemmPlan("dot", 128, 128, 64, warps=8, stages=2)
+    options = {"block": weight.block, "plan": large, "pdl": False}
+    found = linear.linear_fp8(x, weight.values, weight.scales, **options)
+    close(found, x @ dequantised(weight).T)
+
+
+def test_inputs_are_quantised_once_for_two_products_with_blocks() -> None:
+    weight = blocks(96, 192, seed=1, block=(64, 64), values=torch.float32)
+    x = uneven(random_tensor(5, 192, seed=2, dtype=torch.float32))
+    quantised: Activation = Fp8Activation(
+        *linear.quantise(x, values=torch.float32, group=64, pdl=False), x.dtype
+    )
+    found = CudaOps(pdl=False).linear(quantised, weight, None)
+    close(found, x @ dequantised(weight).T)
+
+
+def test_blocks_need_the_dot_kernel_and_scales_of_their_shape() -> None:
+    weight = blocks(96, 192, seed=1, block=(64, 64), values=torch.float32)
+    x = random_tensor(5, 192, seed=2, dtype=torch.float32)
+    plan = linear_plans.GemmPlan("gemv", 1, 8, 64, warps=4)
+    with pytest.raises(ValueError, match="only 'dot' supports"):
+        linear.linear_fp8(x[:1], weight.values, weight.scales, block=weight.block, plan=plan, pdl=False)
+    with pytest.raises(ValueError, match=r"expected float32 \(2, 3\)"):
+        linear.linear_fp8(x, weight.values, weight.scales[:1], block=weight.block, pdl=False)
+
+
+LAYERS = [
+    # Fields: experts, top_k, hidden, width, and rows and columns of the blocks of gate_up and of down.
+    (5, 2, 160, 96, (32, 128), (128, 32)),
+    (8, 3, 128, 64, (64, 128), (128, 64)),
+]
+
+
+def layer(shape: tuple, dtype: torch.dtype, values: torch.dtype) -> tuple[Experts, Experts]:
+    """Return a mixture of experts with block scales, and the same for the reference."""
+    count, top_k, hidden, width, up_block, down_block = shape
+    gate_up = blocks(count, 2 * width, hidden, seed=6, block=up_block, values=values)
+    down = blocks(count, hidden, width, seed=7, block=down_block, values=values)
+    router = random_tensor(count, hidden, seed=8, dtype=dtype)
+    here = Experts(router, gate_up, down, top_k, normalised=True)
+    return here, Experts(router, matrix(gate_up, values), matrix(down, values), top_k, normalised=True)
+
+
+def check_experts(tokens: int, shape: tuple, dtype: torch.dtype, values: torch.dtype, pdl: bool) -> None:
+    ops = CudaOps(pdl=pdl)
+    experts, whole = layer(shape, dtype, values)
+    x = random_tensor(tokens, shape[2], seed=9, dtype=dtype)
+    norm = uneven(random_tensor(1, shape[2], seed=5, dtype=dtype)).squeeze(0)
+    found = ops.norm_experts(Residual(x), norm, EPS, experts)
+    expected = reference.norm_experts(Residual(x), norm, EPS, whole)
+    assert torch.equal(found.chosen, expected.chosen)
+    added = ops.experts_add(found, experts, Residual(x.clone()), None).values
+    close(added, reference.experts_add(expected, whole, Residual(x.clone()), None).values)
+
+
+@pytest.fixture
+def three_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr("kernels.triton.experts.multiprocessors_of", lambda device: 3)
+
+
+@pytest.mark.usefixtures("three_multiprocessors")
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 32, 33, 70, 300])
+@pytest.mark.parametrize("shape", LAYERS, ids=str)
+def test_tokens_get_the_sum_of_experts_with_blocks(tokens: int, shape: tuple) -> None:
+    check_experts(tokens, shape, torch.float32, torch.float32, pdl=False)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_plan_for_blocks_fits_its_shape(group: int) -> None:
+    for rows in (1, 2, 9, 33, 64, 65, 128, 129, 300, 8192):
+        for n in (64, 1000, 4096, 28672):
+            for k in (192, 1024, 4096, 14336):
+                plan = linear_plans.choose(rows, n, k, E4M3, group=group)
+                assert plan is not None and plan.form == "dot" and (plan.split == 1 or rows <= plan.rows)
+                assert k // plan.split % plan.block_k == 0 and group % plan.block_k == 0
+                assert plan.rows * plan.block_n <= 64 * 32 * plan.warps
+                assert linear_plans.tile_bytes(plan, 1) <= linear_plans.HOPPER_SHARED
+    for tokens in (1, 2, 32, 33, 300, 8192):
+        plans = experts_plans.choose(tokens, 8, 128, 2048, 768, E4M3, group=group)
+        for one in (plans.up, plans.down):
+            assert one.form in ("dot", "grouped") and group % one.block_k == 0
+            assert one.rows * one.block_n <= 64 * 32 * one.warps
+
+
+# ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
+
+LARGE = [(6144, 4096, (128, 128)), (4096, 1536, (128, 64)), (2048, 768, (64, 128)), (512, 2880, (128, 128))]
+MIXTURES = [(128, 8, 2048, 768, (128, 128), (128, 128)), (16, 4, 1024, 192, (64, 128), (128, 64))]
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [*ROWS, 2048])
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_blocks_are_accurate_in_16_bits(rows: int, shape: tuple, dtype: torch.dtype) -> None:
+    check_linears(rows, shape, dtype, E4M3, pdl=True)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 8, 32, 33, 300, 4096])
+@pytest.mark.parametrize("shape", MIXTURES, ids=str)
+def test_experts_with_blocks_are_accurate_in_16_bits(tokens: int, shape: tuple) -> None:
+    check_experts(tokens, shape, torch.bfloat16, E4M3, pdl=True)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 64, 300])
+def test_pdl_and_graphs_change_no_bit_of_products_with_blocks(rows: int) -> None:
+    check_bits(_chain(rows))
+
+
+def _chain(rows: int) -> Callable[[bool], list[torch.Tensor]]:
+    weight = blocks(2048, 2048, seed=1, block=(128, 128), values=E4M3)
+    experts, _ = layer(MIXTURES[0], torch.bfloat16, E4M3)
+    x = random_tensor(rows, 2048, seed=2, dtype=torch.bfloat16)
+    norm = random_tensor(2048, seed=5, dtype=torch.bfloat16)
+    backends = {pdl: CudaOps(pdl=pdl) for pdl in (False, True)}
+
+    def run(pdl: bool) -> list[torch.Tensor]:
+        ops = backends[pdl]
+        first = ops.norm_linear(Residual(x), norm, EPS, weight, None)
+        second = ops.linear(first, weight, None)
+        activated = ops.norm_experts(Residual(second), norm, EPS, experts)
+        return [first, second, ops.experts_sum(activated, experts)]
+
+    return run
