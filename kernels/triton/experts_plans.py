@@ -202,10 +202,11 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
 
 
 def _for_blocks(plan: ExpertsPlan, group: int) -> ExpertsPlan:
-    """Return the plan with steps of at most `group` columns, and with at most 64 sums per thread, because the
-    sums of one block are kept separate from the total."""
-    if plan.rows * plan.block_n > 64 * 32 * plan.warps:
-        plan = replace(plan, rows=128, block_n=128, warps=8, programs=1)
+    """Return the plan with steps of at most `group` columns. Larger tiles than 64 × 128 spill registers,
+    because the sums of one block are kept separate from the total. So do those of eight warps, if two
+    programs share a multiprocessor."""
+    if plan.rows >= 64:
+        plan = replace(plan, rows=64, block_n=128, warps=4, programs=2)
     return replace(plan, block_k=min(plan.block_k, group))
 
 

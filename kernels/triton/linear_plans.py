@@ -159,13 +159,13 @@ def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan:
 
 def _blocks(rows: int, n: int, k: int, dtype: torch.dtype, group: int) -> GemmPlan:
     """Return the plan of `dot` for a weight with one scale per block. Each step's columns belong to one
-    block. Many rows are computed in tiles, which are halved if there are too few for all multiprocessors."""
+    block. Many rows are computed in tiles of 64, because larger tiles spill registers: the sums of one block
+    are kept separate from the total."""
     if rows <= MAX_ROWS:
         plan = _dot(rows, n, k, dtype)
     else:
-        plan = GemmPlan("dot", 128, 128, 128, warps=8, stages=4)
-        if -(-n // 128) * -(-rows // 128) < MAX_SPLIT_PROGRAMS // 2:
-            plan = replace(plan, rows=64, block_n=64, warps=4)
+        few = -(-n // 128) * -(-rows // 64) < MAX_SPLIT_PROGRAMS // 2
+        plan = GemmPlan("dot", 64, 64 if few else 128, 128, warps=4, stages=4)
     block_k = min(plan.block_k, group)
     while k // plan.split % block_k:
         block_k //= 2

@@ -13,6 +13,7 @@ tensor cores (4e-3) and of rounding the result.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,7 @@ from kernels import Activation, Experts, Fp8Activation, Fp8Weight, Residual, ref
 from kernels.triton import experts_plans, linear_plans
 from tests.kernels.closeness import error
 from tests.kernels.linear_cases import DEVICE, EPS, CudaOps, linear, on_gpu, random_tensor
+from tests.kernels.test_compiling import compiled
 from tests.kernels.test_triton_linear import check_bits
 
 E4M3 = torch.float8_e4m3fn
@@ -196,6 +198,17 @@ def test_a_plan_for_blocks_fits_its_shape(group: int) -> None:
         for one in (plans.up, plans.down):
             assert one.form in ("dot", "grouped") and group % one.block_k == 0
             assert one.rows * one.block_n <= 64 * 32 * one.warps
+
+
+def test_kernels_for_blocks_use_the_tensor_cores_and_spill_no_registers() -> None:
+    done = compiled("tests.kernels.blocks_compiled")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == {"_dot", "_up_dot", "_down_dot", "_grouped"}
+    for name, kernels in found.items():
+        for kernel in kernels:
+            assert kernel["wgmma"] and kernel["stack"] == 0, (name, kernel)
+            assert kernel["shared"] <= linear_plans.HOPPER_SHARED, (name, kernel)
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
