@@ -24,8 +24,9 @@ from triton import knobs
 from engine.config import CheckpointError, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import build
-from engine.messages import ModelDType
+from engine.messages import ModelDType, Quantization
 from engine.replica_model import DTYPES, ReplicaModel
+from engine.sizing import FP8_BLOCKS, weights_dtype
 from kernels import compiling
 from kernels.limits import MIN_CAPABILITY
 from kernels.triton.linear_table import TableError
@@ -82,7 +83,8 @@ def read_served(
     determine the kernels to compile.
 
     `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices that are not
-    already quantised in the checkpoint are quantised to FP8. Raises CheckpointError if the files cannot be
+    already quantised in the checkpoint are quantised to FP8, and block scales are converted to one scale per
+    output. Raises CheckpointError if the files cannot be
     used, and UnsupportedError if the GPU kernels do not support the model with these options.
     """
     config = read_config(folder)
@@ -93,16 +95,21 @@ def read_served(
         raise UnsupportedError(
             f"{file}: dtype is {chosen}; GPU kernels support {', '.join(DTYPES)}", "choose one with --dtype"
         )
-    served = ReplicaModel(
-        config=config,
-        dtype=chosen,
-        fp8=fp8 or config.fp8,
-        kv_fp8=kv_fp8,
-        tensor_parallel_size=tensor_parallel_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
+    quantization: Quantization = "fp8" if fp8 else "auto"
     try:
+        weights = weights_dtype(
+            config, quantization, chosen, on_gpu=True, tensor_parallel_size=tensor_parallel_size
+        )
+        served = ReplicaModel(
+            config=config,
+            dtype=chosen,
+            fp8=weights != chosen,
+            fp8_blocks=weights == FP8_BLOCKS,
+            kv_fp8=kv_fp8,
+            tensor_parallel_size=tensor_parallel_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         served.check_shapes()
     except UnsupportedError as error:
         raise UnsupportedError(f"{file}: {error.cause}", error.remedy) from None

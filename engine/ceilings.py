@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from engine.config import EXPERTS, ExpertsConfig, ModelConfig
 from engine.messages import WeightsDType
-from engine.sizing import FP8, element_bytes, parameters
+from engine.sizing import FP8, FP8_BLOCKS, element_bytes, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Ceilings:
 
     def gemm_rate(self, weights: WeightsDType) -> float:
         """Return the GEMM rate in operations per second for weights of dtype `weights`."""
-        return self.fp8_gemm_per_s if weights == FP8 else self.gemm_per_s
+        return self.fp8_gemm_per_s if weights in (FP8, FP8_BLOCKS) else self.gemm_per_s
 
 
 _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, attention_per_s=700e12)

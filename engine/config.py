@@ -26,6 +26,10 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 FP8_BLOCK = 128
 """Side length, in elements, of the square blocks in an FP8 matrix with one scale per block."""
 
+MIN_FP8_COLUMNS = 64
+"""Smallest number of columns of an FP8 block for which there are GPU kernels. A rank's blocks are narrower if
+its part of a matrix is not a multiple of this."""
+
 DENSE, EXPERTS = "dense", "experts"
 """Layer kinds: a dense layer has an MLP, and an experts layer has a mixture of experts."""
 

@@ -169,6 +169,7 @@ class MetaReplica:
             _META,
             max_model_len=length,
             fp8=served.fp8,
+            fp8_blocks=served.fp8_blocks,
             kv_fp8=served.kv_fp8,
         )
         decoder.ranks.prepare_overlap(served.max_num_batched_tokens, config.hidden_size, decoder.dtype, _META)

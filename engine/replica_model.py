@@ -28,6 +28,8 @@ class ReplicaModel:
     """Dtype of the model."""
     fp8: bool = False
     """Whether the layers' matrices are quantised to e4m3."""
+    fp8_blocks: bool = False
+    """Whether quantised matrices have one scale per block instead of one scale per output."""
     kv_fp8: bool = False
     """Whether the KV cache is quantised to e4m3."""
     tensor_parallel_size: int = 1

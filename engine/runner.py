@@ -17,7 +17,7 @@ import torch
 
 from engine import memory
 from engine.ceilings import min_times
-from engine.config import ModelConfig
+from engine.config import MIN_FP8_COLUMNS, ModelConfig
 from engine.core import LaunchedStep
 from engine.device import device_name, select_device
 from engine.device_tables import Padding, SlotTables
@@ -104,9 +104,17 @@ class ModelRunner:
             self.config = self.config.with_whole_experts()
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
         on_gpu = self.device.type == "cuda"
-        self.weights = weights_dtype(self.config, spec.quantization, self.dtype, on_gpu=on_gpu)
+        self.weights = weights_dtype(
+            self.config, spec.quantization, self.dtype, on_gpu=on_gpu, tensor_parallel_size=ranks.size
+        )
         if self.config.fp8_blocks and self.weights == FP8:
-            log.info("converting the checkpoint's FP8 block scales to one scale per output")
+            log.info(
+                "converting the checkpoint's FP8 block scales to one scale per output: %s",
+                'quantization is "fp8"'
+                if spec.quantization == FP8
+                else f"with {ranks.size} ranks, the inputs of a rank's matrices are not all multiples of "
+                f"{MIN_FP8_COLUMNS}, which the GPU kernels need for block scales",
+            )
         self.kv_cache_dtype: KvDType = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
         sizes = self.config, ranks.size, spec.max_num_batched_tokens
@@ -283,6 +291,7 @@ class ModelRunner:
             config=self.config,
             dtype=self.dtype,
             fp8=self.weights != self.dtype,
+            fp8_blocks=self.weights == FP8_BLOCKS,
             kv_fp8=self.kv_cache_dtype == FP8,
             tensor_parallel_size=self.ranks.size,
             max_num_seqs=self.spec.max_num_seqs,

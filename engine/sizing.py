@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Final
 
-from engine.config import DTYPE_BYTES, EXPERTS, CheckpointError, ModelConfig, ModelError, Shard, fp8_block
+from engine.config import (
+    DTYPE_BYTES,
+    EXPERTS,
+    MIN_FP8_COLUMNS,
+    CheckpointError,
+    ModelConfig,
+    ModelError,
+    Shard,
+    fp8_block,
+)
 from engine.families import read_config
 from engine.memory import CPU_MAX_KV_BYTES, available_host_bytes
 from engine.messages import BLOCK_TOKENS, KvDType, ModelDType, Quantization, WeightsDType
@@ -170,17 +179,26 @@ def element_bytes(weights: WeightsDType) -> int:
 
 
 def weights_dtype(
-    config: ModelConfig, quantization: Quantization, dtype: ModelDType, *, on_gpu: bool
+    config: ModelConfig,
+    quantization: Quantization,
+    dtype: ModelDType,
+    *,
+    on_gpu: bool,
+    tensor_parallel_size: int,
 ) -> WeightsDType:
-    """Return the dtype of a replica's layer matrices: `dtype`, "fp8" or "fp8-block". Only the reference
-    implementation keeps one scale per block. For the GPU kernels, which support only one scale per output,
-    matrices are converted on loading.
+    """Return the dtype of a replica's layer matrices: `dtype`, "fp8" or "fp8-block". If the GPU kernels do
+    not support a rank's blocks, matrices with one scale per block are converted on loading to one scale per
+    output ("fp8"). Raises UnsupportedError if the model cannot be split across the ranks.
     """
     if quantization == FP8 or (config.fp8 and not config.fp8_blocks):
         return FP8
     if not config.fp8:
         return dtype
-    return FP8 if on_gpu and dtype != "float32" else FP8_BLOCKS
+    if not on_gpu or dtype == "float32":  # the reference implementation supports all blocks
+        return FP8_BLOCKS
+    matrices = _matrices(config, config.shard(tensor_parallel_size, 0))
+    wide = all((each.column_part or each.inputs) % MIN_FP8_COLUMNS == 0 for each in matrices)
+    return FP8_BLOCKS if wide else FP8
 
 
 @dataclass(frozen=True, slots=True)

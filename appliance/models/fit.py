@@ -133,7 +133,9 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
             config = config.with_whole_experts()
         longest = config.resolve_length(model.max_model_len)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
-        weights = sizing.weights_dtype(config, model.quantization, dtype, on_gpu=on_gpu)
+        weights = sizing.weights_dtype(
+            config, model.quantization, dtype, on_gpu=on_gpu, tensor_parallel_size=ranks
+        )
         kv_cache_dtype = model.kv_cache_dtype if model.kv_cache_dtype != "auto" else dtype
         predicted = sizing.predict(
             config,

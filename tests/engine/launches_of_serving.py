@@ -5,7 +5,7 @@ launches.
 Runs in a separate process, because Triton decides once per process whether it interprets kernels: `python -m
 tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS WHOLE_EXPERTS`. The engine's own steps run on meta
 tensors, and Triton records which kernels it would have compiled. With several ranks, only the first rank
-serves.
+serves. FP8 is 0, 1 or "blocks" (one scale per block).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def main() -> None:
     replica_model = ReplicaModel(
         config=config.with_whole_experts() if sys.argv[5] == "1" else config,
         dtype="bfloat16",
-        fp8=sys.argv[2] == "1",
+        fp8=sys.argv[2] != "0",
+        fp8_blocks=sys.argv[2] == "blocks",
         kv_fp8=sys.argv[3] == "1",
         tensor_parallel_size=int(sys.argv[4]),
         max_num_seqs=ROWS,

@@ -79,10 +79,12 @@ def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
         ("qwen2_moe", 1, 0, 1, 0),
         ("olmoe", 0, 0, 2, 0),
         ("olmoe", 1, 0, 2, 1),
+        ("qwen3", "blocks", 1, 1, 0),
+        ("qwen2_moe", "blocks", 0, 2, 0),
     ],
 )
 def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launches(
-    tmp_path: Path, family: str, fp8: int, kv_fp8: int, ranks: int, whole: int
+    tmp_path: Path, family: str, fp8: int | str, kv_fp8: int, ranks: int, whole: int
 ) -> None:
     """If `whole` is 1, each rank holds a subset of the experts, and each of these experts is complete."""
     folder = folder_of(tmp_path, family)

@@ -171,13 +171,19 @@ def test_block_scales_are_converted_to_one_scale_per_output(tmp_path: Path) -> N
     assert torch.equal(dequantise(weight), values.float() * scales)
 
 
-def test_the_gpu_kernels_get_one_scale_per_output(tmp_path: Path) -> None:
-    quantise(make(CASES[0][0], tmp_path), BLOCKS)
+@pytest.mark.parametrize("width", [256, 320, 192])
+def test_a_gpu_computes_with_blocks_if_the_parts_of_ranks_are_wide_enough(width: int, tmp_path: Path) -> None:
+    case = Case("whole", "llama", {**WHOLE_BLOCKS, "intermediate_size": width})
+    quantise(make(case, tmp_path), BLOCKS)
     config = read_config(tmp_path)
-    assert weights_dtype(config, "auto", "bfloat16", on_gpu=False) == "fp8-block"
-    assert weights_dtype(config, "auto", "float32", on_gpu=True) == "fp8-block"
-    assert weights_dtype(config, "auto", "bfloat16", on_gpu=True) == "fp8"
-    assert weights_dtype(config, "fp8", "bfloat16", on_gpu=False) == "fp8"
+
+    def found(dtype: str, ranks: int, *, on_gpu: bool = True, quantization: str = "auto") -> str:
+        return weights_dtype(config, quantization, dtype, on_gpu=on_gpu, tensor_parallel_size=ranks)
+
+    assert found("bfloat16", 1) == found("float16", 1) == "fp8-block"
+    assert found("bfloat16", 2) == ("fp8-block" if width == 256 else "fp8")  # otherwise, parts of 160 or 96
+    assert found("float32", 2) == found("bfloat16", 2, on_gpu=False) == "fp8-block"
+    assert found("bfloat16", 1, on_gpu=False, quantization="fp8") == "fp8"
 
 
 def test_dummy_weights_have_block_scales(tmp_path: Path) -> None:
