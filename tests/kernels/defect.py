@@ -32,6 +32,8 @@ class Defect:
     def tests(self) -> Path:
         if "new_tokens" in self.keyword:
             return Path("tests/kernels/test_triton_new_tokens.py")
+        if "blocks" in self.keyword:
+            return Path("tests/kernels/test_triton_blocks.py")
         stem = _TESTED_BY.get(self.file, Path(self.file).stem)
         return Path("tests/kernels") / f"test_triton_{stem}.py"
 

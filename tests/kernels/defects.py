@@ -5,6 +5,7 @@ that each defect still matches the source code."""
 from __future__ import annotations
 
 from tests.kernels.defect import ROOT, Defect
+from tests.kernels.defects_blocks import BLOCKS
 from tests.kernels.defects_experts import EXPERTS
 from tests.kernels.defects_linear import LINEAR
 
@@ -486,6 +487,7 @@ DEFECTS = [
     *_PREFILL_HOPPER,
     *_FUSED,
     *LINEAR,
+    *BLOCKS,
     *_SAMPLING,
     *_DECODE_STEP,
     *_ALL_REDUCE,

@@ -22,7 +22,7 @@ import torch
 from kernels import Activation, Experts, Fp8Activation, Fp8Weight, Residual, reference
 from kernels.triton import experts_plans, linear_plans
 from tests.kernels.closeness import error
-from tests.kernels.linear_cases import DEVICE, EPS, CudaOps, linear, on_gpu, random_tensor
+from tests.kernels.linear_cases import DEVICE, EPS, POISON, CudaOps, linear, on_gpu, random_tensor
 from tests.kernels.test_compiling import compiled
 from tests.kernels.test_triton_linear import check_bits
 
@@ -119,6 +119,16 @@ def test_many_rows_are_multiplied_by_blocks_in_large_tiles() -> None:
     options = {"block": weight.block, "plan": large, "pdl": False}
     found = linear.linear_fp8(x, weight.values, weight.scales, **options)
     close(found, x @ dequantised(weight).T)
+
+
+def test_no_blocks_are_written_past_the_last_token() -> None:
+    weight = blocks(96, 128, seed=1, block=(32, 64), values=torch.float32)
+    x, out = random_tensor(70, 128, seed=2, dtype=torch.float32), torch.full((80, 96), POISON, device=DEVICE)
+    plan = linear_plans.GemmPlan("dot", 16, 32, 32, warps=4)
+    options = {"block": weight.block, "plan": plan, "out": out[:70], "pdl": False}
+    linear.linear_fp8(x, weight.values, weight.scales, **options)
+    close(out[:70], x @ dequantised(weight).T)
+    assert out[70:].eq(POISON).all()
 
 
 def test_inputs_are_quantised_once_for_two_products_with_blocks() -> None:
