@@ -28,8 +28,7 @@ PDL_FROM = 90
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """An FP8 weight matrix, with one scale per output row or one per block of rows and columns. Only the
-    reference implementation supports one scale per block."""
+    """An FP8 weight matrix, with one scale per output row or one per block of rows and columns."""
 
     values: torch.Tensor
     """Quantised matrix: [out, in] float8_e4m3fn."""
@@ -38,7 +37,8 @@ class Fp8Weight:
     set, one scale per block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
     """Rows and columns per block, or None for one scale per row. With blocks, each token's inputs are
-    quantised in groups of `columns` values, and each group has its own scale."""
+    quantised in groups of `columns` values, and each group has its own scale. The GPU kernels need a power
+    of two of at least 32 columns, and, without experts, a multiple of 64 inputs."""
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -48,12 +48,12 @@ Weight = torch.Tensor | Fp8Weight
 
 @dataclass(frozen=True, slots=True)
 class Fp8Activation:
-    """FP8 activations with one scale per token."""
+    """FP8 activations with one scale per token, or one per group of a token's values."""
 
     values: torch.Tensor
     """Quantised activations, [tokens, n] float8_e4m3fn."""
     scales: torch.Tensor
-    """Each token's scale, [tokens, 1] float32."""
+    """Each token's scales, [tokens, 1] or [tokens, groups] float32."""
     dtype: torch.dtype
     """The model's dtype, which is also the result dtype of GEMMs on these activations."""
 
@@ -100,7 +100,7 @@ class NextNorm:
 class Experts:
     """One rank's part of a mixture-of-experts layer: the router and this rank's experts. Each expert is an
     MLP with SwiGLU. With FP8, each `Fp8Weight` has an extra first dimension: values [experts, out, in] and
-    scales [experts, out]."""
+    scales [experts, out] (or those of each expert's blocks)."""
 
     router: torch.Tensor
     """The router's matrix in the model's dtype: [experts of all ranks, hidden]."""

@@ -31,6 +31,7 @@ from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
 from tests.kernels import test_triton_attention_prefill_hopper as hopper_cases
+from tests.kernels import test_triton_blocks as block_cases
 from tests.kernels import test_triton_experts as experts_cases
 from tests.kernels import test_triton_experts_route as route_cases
 from tests.kernels import test_triton_fused as fused_cases
@@ -130,7 +131,10 @@ def multiply() -> None:
             options |= {"next_gain": gain, "deferred_norm": deferred_norm}
             _finite(linear.linear(half.values, case.weight, **options, plan=of_two_bytes, pdl=ON_GPU))
             _finite(deferred_norm.values, deferred_norm.squares)
-    _finite(*linear.quantise(case.x, values=E4M3 if ON_GPU else torch.float32, pdl=ON_GPU))
+    values = E4M3 if ON_GPU else torch.float32
+    _finite(*linear.quantise(case.x, values=values, pdl=ON_GPU))
+    for tokens, shape in ((1, 1), (5, 2), (130, 1), (200, 2)) if ON_GPU else ((70, 1),):
+        block_cases.check_linears(tokens, block_cases.SHAPES[shape], DTYPE, values, pdl=ON_GPU)
 
 
 def mix() -> None:
@@ -159,6 +163,8 @@ def mix() -> None:
         plans = ExpertsPlan("stream", 1, 16, 64, 4, 1), ExpertsPlan("stream", 1, 16, 64, 4)
         layer.check_few(*plans, pdl=True)
         layer.check_ranks(LayerPlans(*plans), pdl=True)
+    for tokens in (1, 17, 70) if ON_GPU else ():
+        block_cases.check_experts(tokens, block_cases.LAYERS[0], DTYPE, E4M3, pdl=True)
     several = experts_cases.routed(experts_cases.choices("odd", 50, 500, 3), 500)
     _finite(experts_many.sort(several, 500, (16, 32), first=3, held=400, pdl=ON_GPU).order)
 
