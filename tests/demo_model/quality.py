@@ -49,7 +49,7 @@ BLOCK_FORMS = (
     Form("FP8 blocks, converted", "fp8", "auto", 0.010, blocks=True),
 )
 """Variants of an FP8 checkpoint with one scale per block. The first is computed with these scales. The second
-is converted to one scale per output, as in bfloat16 on GPUs; the conversion rounds a second time, so twice
+is converted to one scale per output; the conversion rounds a second time, so twice
 the loss is accepted."""
 MIN_KEPT = 0.97
 """Minimum fraction of the unquantised model's correct answers that the variant must also answer correctly."""
