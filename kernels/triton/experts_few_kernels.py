@@ -7,7 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.linear_rows import add_product, block_scales, gated, weight_rows, widen
+from kernels.triton.fused import scales_stride
+from kernels.triton.linear_rows import add_scaled, block_scales, gated, load_scales, weight_rows, widen
 
 
 @triton.jit
@@ -70,6 +71,7 @@ def _multiply(
     takes,
     of_rows,
     of_tokens,
+    stride,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -77,9 +79,11 @@ def _multiply(
     GROUP_K: tl.constexpr,
 ):
     """Return the products of weight rows and tokens, summed over all of K: `[BLOCK_N, ROWS]`. of_rows,
-    of_tokens: see `add_product`."""
+    of_tokens, stride: see `load_scales`."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    if GROUP_K:
+        row_scale, token_scale = load_scales(of_rows, of_tokens, stride, 0, K, GROUP_K, takes)
     for at in tl.range(0, K, BLOCK_K):
         if K % BLOCK_K:
             inside = (at + k < K)[None, :]
@@ -88,7 +92,12 @@ def _multiply(
         else:
             w = _load_weights(weights + at, None, False)
             part = tl.load(xs + at, mask=takes[:, None], other=0.0)
-        acc = add_product(acc, w, part, of_rows, of_tokens, at, takes, GROUP_K)
+        if GROUP_K:
+            scales = load_scales(of_rows, of_tokens, stride, at + BLOCK_K, K, GROUP_K, takes)
+            acc = add_scaled(acc, w, part, row_scale, token_scale)
+            row_scale, token_scale = scales
+        else:
+            acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
     return acc
 
 
@@ -261,7 +270,6 @@ def _up_dot(
 ):
     """Multiply BLOCK_N weight rows of one expert by all tokens that chose it."""
     tiles: tl.constexpr = (2 * COLUMNS + BLOCK_N - 1) // BLOCK_N
-    groups: tl.constexpr = (K + GROUP_K - 1) // GROUP_K if GROUP_K else 1
     slot = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
@@ -281,13 +289,14 @@ def _up_dot(
         of_rows = weight_scale
         of_tokens = x_scale
         if GROUP_K:
-            of_rows += block_scales(expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K)
-            of_tokens += row * groups
+            of_rows += block_scales(expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K, False)
+            of_tokens += row
         elif SCALED:
             # Load the scales before computing the products, so that the two overlap.
             of_token = tl.load(x_scale + row, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
-        acc = _multiply(weights, xs, takes, of_rows, of_tokens, K, ROWS, BLOCK_N, BLOCK_K, GROUP_K)
+        stride = scales_stride(tokens)
+        acc = _multiply(weights, xs, takes, of_rows, of_tokens, stride, K, ROWS, BLOCK_N, BLOCK_K, GROUP_K)
         if SCALED and not GROUP_K:
             acc = acc * of_token[None, :] * of_row[:, None]
         column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -329,7 +338,6 @@ def _down_dot(
     """Multiply BLOCK_N weight rows of one expert by the activations of all tokens that chose it. The program
     that finishes a tile last adds up each token's results."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
-    groups: tl.constexpr = (K + GROUP_K - 1) // GROUP_K if GROUP_K else 1
     slot = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, False)
@@ -348,12 +356,14 @@ def _down_dot(
         of_rows = weight_scale
         of_pairs = x_scale
         if GROUP_K:
-            of_rows += block_scales(expert, weight_row, COLUMNS, K, GROUP_N, GROUP_K)
-            of_pairs += pair * groups
+            one: tl.constexpr = GROUP_N % BLOCK_N == 0
+            of_rows += block_scales(expert, weight_row, COLUMNS, K, GROUP_N, GROUP_K, one)
+            of_pairs += pair
         elif SCALED:
             of_pair = tl.load(x_scale + pair, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * COLUMNS + weight_row)
-        acc = _multiply(weights_at, xs, takes, of_rows, of_pairs, K, ROWS, BLOCK_N, BLOCK_K, GROUP_K)
+        stride = scales_stride(tokens * TOP_K)
+        acc = _multiply(weights_at, xs, takes, of_rows, of_pairs, stride, K, ROWS, BLOCK_N, BLOCK_K, GROUP_K)
         if SCALED and not GROUP_K:
             acc = acc * of_pair[None, :] * of_row[:, None]
         acc = acc * share[None, :]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.linear_rows import add_product, block_scales, gated, weight_rows
+from kernels.triton.fused import scales_stride
+from kernels.triton.linear_rows import add_scaled, block_scales, gated, load_scales, weight_rows
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def _grouped(
             next_choice = _choices(order, next_first, next_end, total, ROWS)
             later_expert, later_first, later_end = _group(groups, (number + 2 * programs) // across, count)
             _compute_tile(
-                x, x_scale, weight, weight_scale, out, expert, first, end, choice, tile,
+                x, x_scale, weight, weight_scale, out, expert, first, end, choice, tile, total,
                 COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, GROUP_N, GROUP_K, True,
             )  # fmt: skip
             expert, first, end, choice = next_expert, next_first, next_end, next_choice
@@ -90,13 +91,13 @@ def _grouped(
             if end - first <= SMALL:
                 few = _choices(order, first, end, total, SMALL)
                 _compute_tile(
-                    x, x_scale, weight, weight_scale, out, expert, first, end, few, tile,
+                    x, x_scale, weight, weight_scale, out, expert, first, end, few, tile, total,
                     COLUMNS, N, K, TOP_K, UP, SMALL, BLOCK_N, BLOCK_K, SCALED, GROUP_N, GROUP_K, False,
                 )  # fmt: skip
             else:
                 many = _choices(order, first, end, total, ROWS)
                 _compute_tile(
-                    x, x_scale, weight, weight_scale, out, expert, first, end, many, tile,
+                    x, x_scale, weight, weight_scale, out, expert, first, end, many, tile, total,
                     COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N, BLOCK_K, SCALED, GROUP_N, GROUP_K, False,
                 )  # fmt: skip
 
@@ -113,6 +114,7 @@ def _compute_tile(
     end,
     choice,
     tile,
+    total,
     COLUMNS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -137,12 +139,14 @@ def _compute_tile(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
     ws = weight + weight_row[:, None] * K + k[None, :]
     xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
-    of_rows = weight_scale
-    of_choices = x_scale
+    live = place <= last
     if GROUP_K:
         rows = weight_rows(tile, COLUMNS, BLOCK_N, UP)
-        of_rows += block_scales(expert.to(tl.int64), rows, N, K, GROUP_N, GROUP_K)
-        of_choices += source.to(tl.int64) * ((K + GROUP_K - 1) // GROUP_K)
+        one: tl.constexpr = GROUP_N % BLOCK_N == 0 and not UP
+        of_rows = weight_scale + block_scales(expert.to(tl.int64), rows, N, K, GROUP_N, GROUP_K, one)
+        of_choices = x_scale + source
+        stride = scales_stride(total // TOP_K)
+        row_scale, choice_scale = load_scales(of_rows, of_choices, stride, 0, K, GROUP_K, live)
     elif SCALED and EARLY:
         of_choice = tl.load(x_scale + source)
         of_row = tl.load(weight_scale + weight_row)
@@ -155,7 +159,12 @@ def _compute_tile(
         else:
             w = tl.load(ws + at)
             part = tl.load(xs + at)
-        acc = add_product(acc, w, part, of_rows, of_choices, at, place <= last, GROUP_K)
+        if GROUP_K:
+            scales = load_scales(of_rows, of_choices, stride, at + BLOCK_K, K, GROUP_K, live)
+            acc = add_scaled(acc, w, part, row_scale, choice_scale)
+            row_scale, choice_scale = scales
+        else:
+            acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
     if SCALED and not GROUP_K:
         if not EARLY:
             of_choice = tl.load(x_scale + source)

@@ -120,7 +120,8 @@ def choose(
         # The kernels for one or two tokens do not support blocks. Each step's columns belong to one block.
         tokens = max(tokens, MAX_GEMV_TOKENS + 1)
         plans = choose(tokens, top_k, experts, hidden, intermediate, dtype, shared_bytes)
-        return LayerPlans(_for_blocks(plans.up, group), _for_blocks(plans.down, group))
+        up, down = _for_blocks(plans.up, group), _for_blocks(plans.down, group)
+        return LayerPlans(_fit(up, hidden, size, shared_bytes), _fit(down, intermediate, size, shared_bytes))
     if tokens > MAX_FEW_TOKENS:
         one = _grouped(tokens * top_k / experts, size)
         return LayerPlans(_fit(one, hidden, size, shared_bytes), _fit(one, intermediate, size, shared_bytes))
@@ -202,10 +203,12 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
 
 
 def _for_blocks(plan: ExpertsPlan, group: int) -> ExpertsPlan:
-    """Return the plan with steps of at most `group` columns. Larger tiles than 64 × 128 spill registers,
-    because the sums of one block are kept separate from the total. So do those of eight warps, if two
-    programs share a multiprocessor."""
-    if plan.rows >= 64:
+    """Return the plan with steps of at most `group` columns. Tiles of more than 64 choices spill registers,
+    because the sums of one block are kept separate from the total. So do wide tiles, if two programs share a
+    multiprocessor. Smaller blocks belong to narrow experts, for which wide tiles are inefficient."""
+    if plan.rows >= 64 and group >= 128:
+        plan = replace(plan, rows=64, block_n=256, warps=8, programs=1, stages=4)
+    elif plan.rows >= 64:
         plan = replace(plan, rows=64, block_n=128, warps=4, programs=2)
     return replace(plan, block_k=min(plan.block_k, group))
 

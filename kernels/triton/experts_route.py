@@ -309,7 +309,8 @@ def _route(
     row = rounded.to(tl.float32)
     if tile == 0:
         if QUANTISE:
-            fused.store_fp8(row, normed, scales, token.to(tl.int64), HIDDEN, BLOCK, GROUP)
+            tokens = tl.num_programs(0) // tiles
+            fused.store_fp8(row, normed, scales, token.to(tl.int64), tokens, HIDDEN, BLOCK, GROUP)
         else:
             tl.store(normed + at, rounded, mask=inside)
     of_token = logits + token * EXPERTS

@@ -75,12 +75,15 @@ def allocate_quantised(
     x: torch.Tensor, width: int, values: torch.dtype, group: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate the quantised values and scales of the rows of `x`, with `width` columns. A row has one scale,
-    or one per `group` columns if `group` is not 0."""
-    groups = triton.cdiv(width, group) if group else 1
-    return (
-        torch.empty((x.shape[0], width), dtype=values, device=x.device),
-        torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device),
-    )
+    or one per `group` columns if `group` is not 0. The scales of a group are then adjacent in memory, and
+    there is memory for as many rows as `scales_stride` returns, as cuBLAS requires."""
+    rows = x.shape[0]
+    if not group:
+        scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+        return torch.empty((rows, width), dtype=values, device=x.device), scales
+    padded = triton.cdiv(rows, 4) * 4
+    scales = torch.empty((triton.cdiv(width, group), padded), dtype=torch.float32, device=x.device)
+    return torch.empty((padded, width), dtype=values, device=x.device)[:rows], scales.t()[:rows]
 
 
 def _launch_norm(
@@ -147,7 +150,8 @@ def _norm(
     if STORE:
         tl.store(out + at, normed, mask=inside)
     if QUANTISE:
-        store_fp8(normed.to(tl.float32), quantised, scales, token, hidden, BLOCK, GROUP)
+        tokens = tl.num_programs(0)
+        store_fp8(normed.to(tl.float32), quantised, scales, token, tokens, hidden, BLOCK, GROUP)
 
 
 @triton.jit
@@ -159,9 +163,16 @@ def fp8_scale(largest):
 
 
 @triton.jit
-def store_fp8(row, quantised, scales, token, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Quantise a token's row of `width` numbers (`row [BLOCK]` float32, zero beyond them) and store its
-    values and its scale. With GROUP, the row has one scale for each group of GROUP columns."""
+def scales_stride(tokens):
+    """Return the distance between the scales of a token's consecutive groups (`allocate_quantised`). cuBLAS
+    requires a multiple of 16 bytes."""
+    return (tokens + 3) // 4 * 4
+
+
+@triton.jit
+def store_fp8(row, quantised, scales, token, tokens, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Quantise one of `tokens` rows of `width` numbers (`row [BLOCK]` float32, zero beyond them) and store
+    its values and its scale. With GROUP, the row has one scale for each group of GROUP columns."""
     column = tl.arange(0, BLOCK)
     if GROUP:
         size: tl.constexpr = min(GROUP, BLOCK)
@@ -176,7 +187,8 @@ def store_fp8(row, quantised, scales, token, width, BLOCK: tl.constexpr, GROUP: 
     tl.store(to, row.to(quantised.dtype.element_ty), mask=column < width)
     if GROUP:
         group = tl.arange(0, BLOCK // size)
-        tl.store(scales + token * count + group, scale, mask=group < count)
+        to_scale = scales + group.to(tl.int64) * scales_stride(tokens) + token
+        tl.store(to_scale, scale, mask=group < count)
     else:
         tl.store(scales + token, scale)
 
@@ -358,13 +370,13 @@ def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
 
 
 def silu_mul_fp8(
-    gate_up: torch.Tensor, *, values: torch.dtype = FP8, pdl: bool = False
+    gate_up: torch.Tensor, *, values: torch.dtype = FP8, group: int = 0, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `silu_mul` and quantise the result. Return values `[tokens, n]` e4m3 and scales `[tokens, 1]`
-    float32."""
+    float32, or `[tokens, ⌈n / group⌉]` if group is not 0."""
     width = gate_up.shape[1] // 2
-    quantised, scales = allocate_quantised(gate_up, width, values)
-    _launch_silu(gate_up, quantised, scales, _block(width, "gate_up's half"), pdl)
+    quantised, scales = allocate_quantised(gate_up, width, values, group)
+    _launch_silu(gate_up, quantised, scales, _block(width, "gate_up's half"), pdl, group)
     return quantised, scales
 
 
@@ -373,7 +385,12 @@ _SILU_COLUMNS = 2048
 
 
 def _launch_silu(
-    gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, block: int, pdl: bool
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    block: int,
+    pdl: bool,
+    group: int = 0,
 ) -> None:
     tokens, width = out.shape
     _whole("gate_up", gate_up)
@@ -387,6 +404,7 @@ def _launch_silu(
         scales,
         width,
         QUANTISE=scales is not None,
+        GROUP=group,
         PDL=pdl,
         BLOCK=block,
         num_warps=_row_warps(block, tokens),
@@ -395,7 +413,16 @@ def _launch_silu(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(
+    gate_up,
+    out,
+    scales,
+    width,
+    QUANTISE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute SwiGLU for a block of columns of one token. If the result is quantised, the block is the whole
     row, because the scale depends on all columns."""
     if PDL:
@@ -412,7 +439,7 @@ def _silu_mul(gate_up, out, scales, width, QUANTISE: tl.constexpr, PDL: tl.const
     to = out + token * width + column
     if QUANTISE:
         row = product.to(tl.float32)
-        store_fp8(row, out, scales, token, width, BLOCK, 0)
+        store_fp8(row, out, scales, token, tl.num_programs(0), width, BLOCK, GROUP)
     else:
         tl.store(to, product, mask=inside)
 

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.fused import scales_stride
 from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOps, GemmPlan, fits_workspace
 
 
@@ -248,31 +249,40 @@ def _write_deferred_norm(
 
 @triton.jit
 def block_scales(
-    expert, weight_row, rows: tl.constexpr, K: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr
+    expert,
+    weight_row,
+    rows: tl.constexpr,
+    K: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    ONE: tl.constexpr,
 ):
-    """Return the index of the first block scale of each `weight_row` of an expert's matrix `[rows, K]`."""
+    """Return the index of the first block scale of each `weight_row` of an expert's matrix `[rows, K]`. With
+    ONE, all these rows belong to the same blocks, and the result has a single element."""
     row_blocks: tl.constexpr = (rows + GROUP_N - 1) // GROUP_N
+    if ONE:
+        weight_row = tl.min(weight_row, axis=0) + tl.arange(0, 1)
     return (expert * row_blocks + weight_row // GROUP_N) * ((K + GROUP_K - 1) // GROUP_K)
 
 
 @triton.jit
-def add_product(acc, w, x, of_rows, of_tokens, k, live, GROUP_K: tl.constexpr):
-    """Return `acc [BLOCK_N, ROWS]` plus the product of weights `w [BLOCK_N, BLOCK_K]` and tokens
-    `x [ROWS, BLOCK_K]`, which begin at column `k` of K.
+def load_scales(of_rows, of_tokens, stride, k, K: tl.constexpr, GROUP_K: tl.constexpr, live):
+    """Return the scales of the weights' blocks and of the tokens' groups that contain column `k`, or the last
+    column if `k` is larger. `of_rows [BLOCK_N or 1]` and `of_tokens [ROWS]` point to the scales of the first
+    column. The scales of a token's groups are `stride` apart. Only `live` tokens have scales."""
+    group = tl.minimum(k, K - 1) // GROUP_K
+    row_scale = tl.load(of_rows + group)
+    return row_scale, tl.load(of_tokens + group.to(tl.int64) * stride, mask=live, other=0.0)
 
-    With GROUP_K, the product is multiplied by the scales of the weights' blocks and of the tokens' groups of
-    GROUP_K columns, so the columns must belong to one group. `of_rows [BLOCK_N]` and `of_tokens [ROWS]` point
-    to each row's first scale. Only `live` tokens have scales. Every group's sum is added in float32.
-    """
-    if GROUP_K:
-        group = k // GROUP_K
-        row_scale = tl.load(of_rows + group)
-        token_scale = tl.load(of_tokens + group, mask=live, other=0.0)
-        scale = row_scale[:, None] * token_scale[None, :]
-        acc += tl.dot(w, tl.trans(x), input_precision="ieee") * scale
-    else:
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    return acc
+
+@triton.jit
+def add_scaled(acc, w, x, row_scale, token_scale):
+    """Return `acc [BLOCK_N, ROWS]` plus the product of weights `w [BLOCK_N, BLOCK_K]` and tokens
+    `x [ROWS, BLOCK_K]`, multiplied by the scales that `load_scales` returns for their columns. Every step's
+    product is added in float32. The scales are loaded one step ahead, because otherwise every step would wait
+    for them."""
+    scale = row_scale[:, None] * token_scale[None, :]
+    return acc + tl.dot(w, tl.trans(x), input_precision="ieee") * scale
 
 
 @triton.jit
@@ -333,13 +343,13 @@ def _dot(
     depth: tl.constexpr = K // SPLIT
     program = tl.program_id(0)
     if GROUP_K:
-        groups: tl.constexpr = (K + GROUP_K - 1) // GROUP_K
         token_tiles = (rows + ROWS - 1) // ROWS
         first = (program % token_tiles).to(tl.int64) * ROWS
         program = program // token_tiles
+        stride = scales_stride(rows)
         rows = tl.minimum(rows - first, ROWS)
         x += first * x_stride
-        x_scale += first * groups
+        x_scale += first
         out += first * out_stride
         if RESIDUAL:
             residual += first * residual_stride
@@ -361,16 +371,23 @@ def _dot(
         which = tl.arange(0, PARTS)
         there = (which < parts)[:, None] & live[None, :]
         squared = tl.load(x_squares + which[:, None] * rows + row[None, :], mask=there, other=0.0)
-    of_rows = weight_scale
-    of_tokens = x_scale
     if GROUP_K:
-        of_rows += weight_row // GROUP_N * groups
-        of_tokens += row * groups
+        one: tl.constexpr = GROUP_N % BLOCK_N == 0 and not SILU
+        of_rows = weight_scale + block_scales(0, weight_row, 0, K, GROUP_N, GROUP_K, one)
+        of_tokens = x_scale + row
+        begin = split * depth
+        row_scale, token_scale = load_scales(of_rows, of_tokens, stride, begin, K, GROUP_K, live)
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for at in tl.range(0, depth, BLOCK_K):
         w = tl.load(weights + at, eviction_policy="evict_first")
         part = tl.load(xs + at, mask=live[:, None], other=0.0)
-        acc = add_product(acc, w, part, of_rows, of_tokens, split * depth + at, live, GROUP_K)
+        if GROUP_K:
+            after = begin + at + BLOCK_K
+            scales = load_scales(of_rows, of_tokens, stride, after, K, GROUP_K, live)
+            acc = add_scaled(acc, w, part, row_scale, token_scale)
+            row_scale, token_scale = scales
+        else:
+            acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
 
     last = True
     if SPLIT > 1:
