@@ -8,7 +8,7 @@ finishes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ class CudaOps:
         self._expansion_blocks = expansion_blocks
         self.pdl = pdl
         self._hopper_multiprocessors = hopper_multiprocessors
-        self._table = Table() if table is None else table
+        self._table = replace(Table() if table is None else table, hopper=hopper_multiprocessors > 0)
         self._decode_workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         self._scratches: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._product_workspace: Workspace | None = None
@@ -131,12 +131,14 @@ class CudaOps:
         bias: torch.Tensor | None,
     ) -> Activation:
         normed = (x, norm_weight, eps, weight)
-        blocks = isinstance(weight, Fp8Weight) and weight.block is not None
-        if isinstance(weight, Fp8Weight) and not blocks and self._plan(len(x.values), weight.values) is None:
-            # torch's FP8 GEMM cannot fuse SwiGLU, so a single kernel computes SwiGLU and quantises the
-            # result.
-            product = self._norm_product(*normed, bias=bias)
-            return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self.pdl), product.dtype)
+        if isinstance(weight, Fp8Weight):
+            block, dtype = weight.block, weight.values.dtype
+            if self._plan(len(x.values), weight.values, block) is None:
+                # torch's FP8 GEMM cannot fuse SwiGLU, so a single kernel computes SwiGLU and quantises the
+                # result. The rows of this weight's blocks are the columns of the next weight's.
+                product, group = self._norm_product(*normed, bias=bias), 0 if block is None else block[0]
+                quantised = fused.silu_mul_fp8(product, values=dtype, group=group, pdl=self.pdl)
+                return Fp8Activation(*quantised, product.dtype)
         return self._norm_product(*normed, bias=bias, silu_mul=True)
 
     def linear_add(
@@ -185,10 +187,10 @@ class CudaOps:
         plan = self._plan(rows, weight)
         return plan if plan is not None and plan.tiled else None
 
-    def _plan(self, rows: int, weight: torch.Tensor) -> GemmPlan | None:
+    def _plan(self, rows: int, weight: torch.Tensor, block: tuple[int, int] | None = None) -> GemmPlan | None:
         """Return a GEMM's plan, or None if cuBLAS computes the GEMM."""
         outputs, inputs = weight.shape
-        return self._table.choose(rows, outputs, inputs, weight.dtype)
+        return self._table.choose(rows, outputs, inputs, weight.dtype, block)
 
     def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
         """Call `linear.linear` or `linear.linear_fp8`, depending on the types of weight and x."""

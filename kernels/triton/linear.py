@@ -136,7 +136,8 @@ def linear_fp8(
     `out`, the model's dtype.
 
     block: if the weight has one scale per block (`kernels.Fp8Weight.block`), rows and columns per block. The
-      weight's scales are then `[⌈N / rows⌉, ⌈K / columns⌉]`, and those of x are `[rows, ⌈K / columns⌉]`.
+      weight's scales are then `[⌈N / rows⌉, ⌈K / columns⌉]`, and those of x are `[rows, ⌈K / columns⌉]`, as
+      returned by `quantise`.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)
@@ -150,10 +151,15 @@ def linear_fp8(
             f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; expected float32 {expected}"
         )
     rows = x.shape[0]
+    groups = (rows, triton.cdiv(k, group)) if group else None
+    if groups is not None and x_scale is not None and x_scale.shape != groups:
+        raise ValueError(
+            f"x_scale is {tuple(x_scale.shape)}; expected {groups}, one scale per {group} columns"
+        )
     # Use a kernel for several rows: the one-row kernels quantise x themselves and cannot process a row that
     # is already quantised.
     for_rows = rows if x_scale is None else max(rows, 2)
-    plan = plan or (table or Table()).choose(for_rows, n, k, weight.dtype, group)
+    plan = plan or (table or Table()).choose(for_rows, n, k, weight.dtype, block)
     if out is None and (plan is not None or not rows):
         out = _allocate(x, weight, extras, dtype)
     if not rows and out is not None:
@@ -168,7 +174,7 @@ def linear_fp8(
             x, x_scale = quantise(x, values=weight.dtype, group=group, pdl=pdl)
     if plan is None or out is None:
         assert x_scale is not None
-        return _cublas_fp8(x, x_scale, weight, weight_scale, extras, dtype, out, pdl)
+        return _cublas_fp8(x, x_scale, weight, weight_scale, block, extras, dtype, out, pdl)
     _launch(plan, x, x_scale, weight, weight_scale, extras, out, workspace, pdl, block)
     return out
 
@@ -219,7 +225,7 @@ def _quantise(x, quantised, scales, n, GROUP: tl.constexpr, PDL: tl.constexpr, B
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     values = tl.load(x + row * n + column, mask=column < n, other=0.0).to(tl.float32)
-    fused.store_fp8(values, quantised, scales, row, n, BLOCK, GROUP)
+    fused.store_fp8(values, quantised, scales, row, tl.num_programs(0), n, BLOCK, GROUP)
 
 
 # ── launching ────────────────────────────────────────────────────────────────────────────────────────
@@ -237,8 +243,10 @@ def _launch(
     pdl: bool,
     block: tuple[int, int] | None = None,
 ) -> None:
-    if block is not None and plan.form != "dot":
-        raise ValueError(f"plan has form {plan.form!r}; only 'dot' supports weights with one scale per block")
+    if block is not None and not plan.tiled:
+        raise ValueError(
+            f"plan has form {plan.form!r}; only 'dot' and 'tiles' support weights with one scale per block"
+        )
     if plan.form == "gemv":
         launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)
     elif plan.form == "stream" and weight_scale is not None:
@@ -253,7 +261,7 @@ def _launch(
         if plan.form == "tiles":
             from kernels.triton.linear_tiles import launch_tiles
 
-            launch_tiles(*arguments)
+            launch_tiles(*arguments, block)
         else:
             launch_dot(*arguments, block)
 
@@ -273,6 +281,7 @@ def _cublas_fp8(
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
+    block: tuple[int, int] | None,
     extras: FusedOps,
     dtype: torch.dtype,
     out: torch.Tensor | None,
@@ -282,6 +291,8 @@ def _cublas_fp8(
     bfloat16 here, and the result is converted for a float16 model: with one scale per row, some torch
     versions return wrong float16 results on some GPUs. Even without this bug, the last bits of a float16
     result would be inaccurate, because sums have only about 14 bits."""
+    if block is not None:
+        return _after(_cublas_blocks(x, x_scale, weight, weight_scale, extras.bias, dtype), extras, out, pdl)
     as_asked = dtype == torch.bfloat16
     # `out` is not passed for meta tensors (used to enumerate launches), because they do not support it.
     direct = out is not None and as_asked and not extras.silu_mul and extras.residual is None and x.is_cuda
@@ -302,6 +313,29 @@ def _cublas_fp8(
         if extras.bias is not None:
             product += extras.bias
     return _after(product, extras, out, pdl)
+
+
+def _cublas_blocks(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute an FP8 GEMM whose weight has one scale per block with cuBLAS, which needs a Hopper GPU. x and
+    its scales have memory for a multiple of 4 rows (`fused.allocate_quantised`), which cuBLAS multiplies."""
+    (rows, k), padded = x.shape, x_scale.stride(1)
+    if x.is_meta:  # torch checks scales of meta tensors by other rules than scales of a GPU
+        return torch.empty((rows, len(weight)), dtype=dtype, device=x.device)
+    product = torch._scaled_mm(
+        x.as_strided((padded, k), (k, 1)),
+        weight.t(),
+        scale_a=x_scale.as_strided((padded, x_scale.shape[1]), (1, padded)),
+        scale_b=weight_scale.t(),
+        out_dtype=torch.bfloat16,
+    )[:rows].to(dtype)
+    return product if bias is None else product.add_(bias)
 
 
 def _after(product: torch.Tensor, extras: FusedOps, out: torch.Tensor | None, pdl: bool) -> torch.Tensor:

@@ -93,15 +93,26 @@ def tile_bytes(plan: GemmPlan, itemsize: int) -> int:
 
 
 def choose(
-    rows: int, n: int, k: int, dtype: torch.dtype, shared_bytes: int = HOPPER_SHARED, group: int = 0
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    shared_bytes: int = HOPPER_SHARED,
+    block: tuple[int, int] | None = None,
+    hopper: bool = False,
 ) -> GemmPlan | None:
     """Return the rule-based plan of the GEMM `[rows, k] × [n, k]ᵀ` with weights of `dtype`, on a GPU with
     `shared_bytes` of shared memory per program. Return None if cuBLAS is faster or the kernels do not support
-    the shape. group: columns of the weight's blocks if it has one scale per block, otherwise 0. Only `dot`
-    computes such weights, for any number of rows.
+    the shape.
+
+    block: rows and columns of the weight's blocks, if it has one scale per block. `dot` computes such weights
+      for any number of rows. On Hopper GPUs, `tiles` and cuBLAS are faster, but do not support every shape.
+    hopper: whether the GPU is a Hopper GPU.
     """
-    if group:
-        return _fit(_blocks(rows, n, k, dtype, group), dtype, shared_bytes)
+    if block is not None:
+        if hopper and rows > MAX_ROWS and _library_supports_blocks(n, k, block):
+            return None
+        return _fit(_blocks(rows, n, k, dtype, block[1], hopper), dtype, shared_bytes)
     if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return None
     most = 2 * MAX_ROWS if dtype.itemsize == 1 and n < _MANY else MAX_ROWS
@@ -157,15 +168,41 @@ def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan:
     return plan
 
 
-def _blocks(rows: int, n: int, k: int, dtype: torch.dtype, group: int) -> GemmPlan:
-    """Return the plan of `dot` for a weight with one scale per block. Each step's columns belong to one
-    block. Many rows are computed in tiles of 64, because larger tiles spill registers: the sums of one block
-    are kept separate from the total."""
+def _library_supports_blocks(n: int, k: int, block: tuple[int, int]) -> bool:
+    """Return whether cuBLAS on a Hopper GPU multiplies a weight with these blocks. The rows of the weight's
+    scales must be multiples of 16 bytes. If torch was built without CUDA, kernels are compiled for another
+    machine, which is assumed to have a new version."""
+    version = torch.version.cuda
+    new = version is None or tuple(int(part) for part in version.split(".")[:2]) >= (12, 9)
+    return new and block == (128, 128) and n % 128 == 0 and k % 512 == 0
+
+
+def _tiles(rows: int, n: int, k: int) -> GemmPlan:
+    """Return the plan of `tiles` for a weight with one scale per block. A program has at most 32 steps, and
+    two programs fit on a multiprocessor."""
+    plan = GemmPlan("tiles", max(8, _power_of_2(rows)), 64, 128, warps=4)
+    plan = replace(plan, stages=min(12, (HOPPER_SHARED // 2 - _SHARED_BESIDE) // tile_bytes(plan, 1)))
+    while k // plan.split > 32 * 128 and k % (2 * plan.split * 128) == 0:
+        more = replace(plan, split=2 * plan.split)
+        if not fits_workspace(more, n):
+            break
+        plan = more
+    return plan
+
+
+def _blocks(rows: int, n: int, k: int, dtype: torch.dtype, group: int, hopper: bool) -> GemmPlan:
+    """Return the plan for a weight with one scale per block. Each step's columns belong to one block. `dot`
+    computes many rows in tiles of 64, because larger tiles spill registers: the sums of one block are kept
+    separate from the total."""
+    if hopper and rows <= MAX_ROWS and group % 128 == 0 and k % 128 == 0:
+        return _tiles(rows, n, k)
     if rows <= MAX_ROWS:
         plan = _dot(rows, n, k, dtype)
     else:
         few = -(-n // 128) * -(-rows // 64) < MAX_SPLIT_PROGRAMS // 2
-        plan = GemmPlan("dot", 64, 64 if few else 128, 128, warps=4, stages=4)
+        plan = GemmPlan("dot", 64, 64, 128, warps=4, stages=4)
+        if not few:
+            plan = replace(plan, block_n=128, warps=8)
     block_k = min(plan.block_k, group)
     while k // plan.split % block_k:
         block_k //= 2

@@ -87,6 +87,8 @@ class Table:
     """Each GEMM's entries, keyed by maximum row count, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
     """Shared memory, in bytes, available to a program on the GPU. The rules respect this limit."""
+    hopper: bool = False
+    """Whether the rules may choose plans that need a Hopper GPU."""
     experts: Mapping[ExpertsShape, Mapping[int, ExpertsEntry]] = field(default_factory=dict)
     """Each MoE layer's entries, keyed by maximum token count, in ascending order."""
 
@@ -104,14 +106,16 @@ class Table:
         entries = {**self.experts.get(shape, {}), tokens: entry}
         return replace(self, experts={**self.experts, shape: dict(sorted(entries.items()))})
 
-    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype, group: int = 0) -> GemmPlan | None:
+    def choose(
+        self, rows: int, n: int, k: int, dtype: torch.dtype, block: tuple[int, int] | None = None
+    ) -> GemmPlan | None:
         """Return a GEMM's plan from the entry with the smallest row count that is large enough, or from the
         rules if there is no such entry. Returns None if the library computes the GEMM. Tables have no entries
-        for weights with one scale per block, whose number of columns is `group`."""
-        for most, entry in self.products.get(Product(dtype, n, k), {}).items() if not group else ():
+        for weights with one scale per `block` (rows and columns)."""
+        for most, entry in self.products.get(Product(dtype, n, k), {}).items() if block is None else ():
             if rows <= most:
                 return entry.plan
-        return linear_plans.choose(rows, n, k, dtype, self.shared_bytes, group)
+        return linear_plans.choose(rows, n, k, dtype, self.shared_bytes, block, self.hopper)
 
     def with_entry(self, product: Product, max_num_seqs: int, entry: PlanEntry) -> Table:
         """Return a copy of this table with one entry added or replaced."""

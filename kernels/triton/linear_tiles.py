@@ -12,6 +12,9 @@ can load their first weights while the running ones finish.
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
 projection.
+
+If the weight has one scale per block, each step's columns belong to one block. A step's scales are loaded
+during the step before it, and its product is multiplied by them and added in float32.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.triton.fused import scales_stride
 from kernels.triton.linear_plans import FusedOps, GemmPlan
 from kernels.triton.linear_rows import Workspace, check_workspace
 
@@ -38,10 +42,11 @@ def launch_tiles(
     fused: FusedOps,
     out: torch.Tensor,
     pdl: bool,
+    block: tuple[int, int] | None = None,
 ) -> None:
-    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype; for e4m3, both
-    have scales. x must already be normalised unless `fused.squares` is given: x then contains a deferred
-    norm's values, and this GEMM multiplies its results by each token's factor."""
+    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
+    both have scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's
+    values, and this GEMM multiplies its result by each token's factor. block: as in `launch_dot`."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
@@ -76,11 +81,13 @@ def launch_tiles(
         STAGES=plan.stages,
         SPLIT=plan.split,
         PARTS=triton.next_power_of_2(parts),
-        SCALED=weight_scale is not None,
+        SCALED=weight_scale is not None and block is None,
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
         GAIN=fused.deferred_norm is not None,
+        GROUP_N=0 if block is None else block[0],
+        GROUP_K=0 if block is None else block[1],
         PDL=pdl,
         WARPS=plan.warps,
         num_warps=plan.warps,
@@ -180,6 +187,8 @@ def _tiles(
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
     GAIN: gl.constexpr,
+    GROUP_N: gl.constexpr,
+    GROUP_K: gl.constexpr,
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
@@ -220,6 +229,9 @@ def _tiles(
         weight_row = gl.minimum(tile * BLOCK_N + index, columns - 1)
     if SCALED:
         of_row = gl.load(weight_scale + weight_row)
+    if GROUP_K:
+        of_rows = weight_scale + weight_row // GROUP_N * ((K + GROUP_K - 1) // GROUP_K)
+        row_scale = gl.load(of_rows + first_k // GROUP_K)
     if BIAS:
         added = gl.load(bias + weight_row).to(gl.float32)
     width: gl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
@@ -242,6 +254,9 @@ def _tiles(
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, mma))
     if SCALED:
         of_token = gl.load(x_scale + row, mask=row < rows, other=0.0)
+    if GROUP_K:
+        stride = scales_stride(rows)
+        token_scale = gl.load(x_scale + first_k // GROUP_K * stride + row, mask=row < rows, other=0.0)
     if PARTS:
         to_add_up: gl.constexpr = _to_add_up(ROWS, WARPS)
         part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, to_add_up))[:, None]
@@ -258,15 +273,26 @@ def _tiles(
     stage = 0
     phase = 0
     for step in range(steps):
+        if GROUP_K:
+            group = gl.minimum(first_k + (step + 1) * BLOCK_K, K - 1) // GROUP_K
+            next_row = gl.load(of_rows + group)
+            next_token = gl.load(x_scale + group * stride + row, mask=row < rows, other=0.0)
         mbarrier.wait(ready.index(stage), phase)
         w = ws.index(stage).reshape([BLOCK_N, BLOCK_K])
-        acc = warpgroup_mma(w, xs.index(stage).permute([1, 0]), acc)
+        if GROUP_K:
+            product = warpgroup_mma(w, xs.index(stage).permute([1, 0]), acc, use_acc=False)
+        else:
+            acc = warpgroup_mma(w, xs.index(stage).permute([1, 0]), acc)
         # The data in this stage is no longer needed. Refill the stage for step `step + STAGES`.
         more = step + STAGES < steps
         k = first_k + (step + STAGES) * BLOCK_K
         mbarrier.expect(ready.index(stage), stage_bytes, more)
         _fetch_weights(w_tiles, tile, k, ready.index(stage), ws.index(stage), more, BLOCK_N, SILU)
         tma.async_copy_global_to_shared(x_tiles, [0, k], ready.index(stage), xs.index(stage), more)
+        if GROUP_K:
+            acc += product * (row_scale[:, None] * token_scale[None, :])
+            row_scale = next_row
+            token_scale = next_token
         turn = stage == STAGES - 1
         stage = gl.where(turn, 0, stage + 1)
         phase = gl.where(turn, 1 - phase, phase)

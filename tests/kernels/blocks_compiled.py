@@ -31,13 +31,13 @@ def blocks(*shape: int, block: tuple[int, int] = (128, 128)) -> Fp8Weight:
 
 
 def launch(tokens: int) -> None:
-    """Run the GEMMs of a dense layer, and of layers with the experts of Qwen3-30B-A3B on one rank and on
-    four ranks, whose blocks are smaller."""
-    ops, x = CudaOps(pdl=True), Residual(bf16(tokens, 4096))
-    norm = bf16(4096), 1e-5
-    ops.norm_linear(x, *norm, blocks(6144, 4096), bf16(6144))
-    activated = ops.norm_gate_up(x, *norm, blocks(24576, 4096), None)
-    ops.linear_add(activated, blocks(4096, 12288), None, x, None)
+    """Run the GEMMs of a dense layer, with and without kernels for Hopper only, and of layers with the
+    experts of Qwen3-30B-A3B on one rank and on four ranks, whose blocks are smaller."""
+    x, norm = Residual(bf16(tokens, 4096)), (bf16(4096), 1e-5)
+    for ops in (CudaOps(pdl=True), CudaOps(pdl=True, hopper_multiprocessors=132)):
+        ops.norm_linear(x, *norm, blocks(6144, 4096), bf16(6144))
+        activated = ops.norm_gate_up(x, *norm, blocks(24576, 4096), None)
+        ops.linear_add(activated, blocks(4096, 12288), None, x, None)
     for width, cut in ((768, 128), (192, 64)):
         gate_up = blocks(128, 2 * width, 2048, block=(cut, 128))
         down = blocks(128, 2048, width, block=(128, cut))
@@ -64,7 +64,7 @@ if __name__ == "__main__":
             with compiling._offline(GPU.target):
                 kernel = job.function.preload(job.specialisation)
                 job.function.device_caches.clear()
-            if re.search("_dot$|_grouped$", name):
+            if re.search("_dot$|_grouped$|_tiles$", name):
                 found.setdefault(name, []).append(
                     {
                         "tokens": tokens,

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from kernels import Activation, Experts, Fp8Activation, Fp8Weight, Residual, reference
-from kernels.triton import experts_plans, linear_plans
+from kernels.triton import experts_plans, fused, linear_plans
 from tests.kernels.closeness import error
-from tests.kernels.linear_cases import DEVICE, EPS, POISON, CudaOps, linear, on_gpu, random_tensor
+from tests.kernels.linear_cases import DEVICE, EPS, POISON, CudaOps, linear, on_gpu, on_hopper, random_tensor
 from tests.kernels.test_compiling import compiled
 from tests.kernels.test_triton_linear import check_bits
 
@@ -80,16 +80,23 @@ def matrix(weight: Fp8Weight, values: torch.dtype) -> torch.Tensor | Fp8Weight:
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.shape == expected.shape and found.dtype == expected.dtype and found.isfinite().all()
     slack = 2e-5 if found.dtype == torch.float32 else 4e-3 + torch.finfo(found.dtype).eps
+    # Rounding to 16 bits may change the e4m3 code of an input, by an eighth of the input at most, so single
+    # results are less accurate than all results on average.
     off = (found.double() - expected.double()).abs().amax()
-    assert off <= (slack if slack < 1e-3 else 2e-2) * expected.double().abs().amax()
+    assert off <= (slack if slack < 1e-3 else 3e-2) * expected.double().abs().amax()
     assert error(found, expected.double()) <= slack
 
 
 def check_linears(
-    rows: int, shape: tuple[int, int, tuple[int, int]], dtype: torch.dtype, values: torch.dtype, pdl: bool
+    rows: int,
+    shape: tuple[int, int, tuple[int, int]],
+    dtype: torch.dtype,
+    values: torch.dtype,
+    pdl: bool,
+    hopper: bool = False,
 ) -> None:
     n, k, block = shape
-    ops = CudaOps(pdl=pdl)
+    ops = CudaOps(pdl=pdl, hopper_multiprocessors=132 if hopper else 0)
     weight = blocks(n, k, seed=1, block=block, values=values)
     whole = matrix(weight, values)
     x = uneven(random_tensor(rows, k, seed=2, dtype=dtype))
@@ -102,14 +109,56 @@ def check_linears(
     normed = Residual(x), norm, EPS
     close(ops.norm_linear(*normed, weight, None), reference.norm_linear(*normed, whole, None))
     gated = ops.norm_gate_up(*normed, weight, bias)
-    assert isinstance(gated, torch.Tensor)
-    close(gated, reference.norm_gate_up(*normed, whole, bias))
+    expected = reference.norm_gate_up(*normed, whole, bias)
+    if isinstance(gated, Fp8Activation):
+        wide = gated.scales.repeat_interleave(block[0], dim=1)[:, : gated.values.shape[1]]
+        if values == E4M3:
+            assert error(gated.values.double() * wide, expected.double()) <= 4e-2
+            return
+        gated = gated.values * wide
+    close(gated, expected)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_inputs_are_multiplied_by_blocks(rows: int, shape: tuple) -> None:
     check_linears(rows, shape, torch.float32, torch.float32, pdl=False)
+
+
+@pytest.mark.parametrize("rows", [65, 68, 130])
+def test_many_rows_are_multiplied_by_blocks_in_cublas_on_hopper(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def scaled_mm(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Check the arguments as torch 2.11 does, and multiply in float32."""
+        padded = len(a)
+        assert scale_a.shape == (padded, 4) and scale_a.stride() == (1, padded) and padded % 4 == 0
+        assert scale_b.shape == (4, 2) and scale_b.stride() == (1, 4) and out_dtype == torch.bfloat16
+        assert a.stride() == (512, 1) and b.stride() == (1, 512)
+        calls.append(padded)
+        wide = scale_b.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
+        return (a * scale_a.repeat_interleave(128, dim=1)) @ (b * wide)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    check_linears(rows, (256, 512, (128, 128)), torch.float32, torch.float32, pdl=False, hopper=True)
+    assert calls == [(rows + 3) // 4 * 4] * 4
+
+
+def test_swiglu_is_quantised_in_groups_as_in_a_separate_launch() -> None:
+    gate_up = uneven(random_tensor(5, 400, seed=2, dtype=torch.float32))
+    together = fused.silu_mul_fp8(gate_up, values=torch.float32, group=64)
+    apart = linear.quantise(fused.silu_mul(gate_up), values=torch.float32, group=64, pdl=False)
+    assert together[0].equal(apart[0]) and together[1].equal(apart[1])
+    assert together[1].shape == (5, 4) and together[1].stride() == (1, 8)
 
 
 def test_many_rows_are_multiplied_by_blocks_in_large_tiles() -> None:
@@ -145,7 +194,7 @@ def test_blocks_need_the_dot_kernel_and_scales_of_their_shape() -> None:
     weight = blocks(96, 192, seed=1, block=(64, 64), values=torch.float32)
     x = random_tensor(5, 192, seed=2, dtype=torch.float32)
     plan = linear_plans.GemmPlan("gemv", 1, 8, 64, warps=4)
-    with pytest.raises(ValueError, match="only 'dot' supports"):
+    with pytest.raises(ValueError, match="only 'dot' and 'tiles' support"):
         linear.linear_fp8(x[:1], weight.values, weight.scales, block=weight.block, plan=plan, pdl=False)
     with pytest.raises(ValueError, match=r"expected float32 \(2, 3\)"):
         linear.linear_fp8(x, weight.values, weight.scales[:1], block=weight.block, pdl=False)
@@ -196,12 +245,17 @@ def test_tokens_get_the_sum_of_experts_with_blocks(tokens: int, shape: tuple) ->
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_a_plan_for_blocks_fits_its_shape(group: int) -> None:
+@pytest.mark.parametrize("hopper", [False, True])
+def test_a_plan_for_blocks_fits_its_shape(group: int, hopper: bool) -> None:
     for rows in (1, 2, 9, 33, 64, 65, 128, 129, 300, 8192):
         for n in (64, 1000, 4096, 28672):
             for k in (192, 1024, 4096, 14336):
-                plan = linear_plans.choose(rows, n, k, E4M3, group=group)
-                assert plan is not None and plan.form == "dot" and (plan.split == 1 or rows <= plan.rows)
+                plan = linear_plans.choose(rows, n, k, E4M3, block=(128, group), hopper=hopper)
+                if plan is None:
+                    assert hopper and group == 128 and rows > 64 and n % 128 == 0 and k % 512 == 0
+                    continue
+                assert plan.form == "dot" or (hopper and plan.form == "tiles" and rows <= plan.rows <= 64)
+                assert plan.split == 1 or (rows <= plan.rows and linear_plans.fits_workspace(plan, n))
                 assert k // plan.split % plan.block_k == 0 and group % plan.block_k == 0
                 assert plan.rows * plan.block_n <= 64 * 32 * plan.warps
                 assert linear_plans.tile_bytes(plan, 1) <= linear_plans.HOPPER_SHARED
@@ -216,7 +270,7 @@ def test_kernels_for_blocks_use_the_tensor_cores_and_spill_no_registers() -> Non
     done = compiled("tests.kernels.blocks_compiled")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"_dot", "_up_dot", "_down_dot", "_grouped"}
+    assert set(found) == {"_dot", "_tiles", "_up_dot", "_down_dot", "_grouped"}
     for name, kernels in found.items():
         for kernel in kernels:
             assert kernel["wgmma"] and kernel["stack"] == 0, (name, kernel)
@@ -234,8 +288,9 @@ MIXTURES = [(128, 8, 2048, 768, (128, 128), (128, 128)), (16, 4, 1024, 192, (64,
 @pytest.mark.parametrize("rows", [*ROWS, 2048])
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_blocks_are_accurate_in_16_bits(rows: int, shape: tuple, dtype: torch.dtype) -> None:
-    check_linears(rows, shape, dtype, E4M3, pdl=True)
+@pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=on_hopper)])
+def test_blocks_are_accurate_in_16_bits(rows: int, shape: tuple, dtype: torch.dtype, hopper: bool) -> None:
+    check_linears(rows, shape, dtype, E4M3, pdl=True, hopper=hopper)
 
 
 @on_gpu
@@ -249,16 +304,17 @@ def test_experts_with_blocks_are_accurate_in_16_bits(tokens: int, shape: tuple) 
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 64, 300])
-def test_pdl_and_graphs_change_no_bit_of_products_with_blocks(rows: int) -> None:
-    check_bits(_chain(rows))
+@pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=on_hopper)])
+def test_pdl_and_graphs_change_no_bit_of_products_with_blocks(rows: int, hopper: bool) -> None:
+    check_bits(_chain(rows, 132 if hopper else 0))
 
 
-def _chain(rows: int) -> Callable[[bool], list[torch.Tensor]]:
+def _chain(rows: int, hopper: int) -> Callable[[bool], list[torch.Tensor]]:
     weight = blocks(2048, 2048, seed=1, block=(128, 128), values=E4M3)
     experts, _ = layer(MIXTURES[0], torch.bfloat16, E4M3)
     x = random_tensor(rows, 2048, seed=2, dtype=torch.bfloat16)
     norm = random_tensor(2048, seed=5, dtype=torch.bfloat16)
-    backends = {pdl: CudaOps(pdl=pdl) for pdl in (False, True)}
+    backends = {pdl: CudaOps(pdl=pdl, hopper_multiprocessors=hopper) for pdl in (False, True)}
 
     def run(pdl: bool) -> list[torch.Tensor]:
         ops = backends[pdl]
