@@ -105,4 +105,25 @@ BLOCKS = [
         "x",
         _LINEAR,
     ),
+    Defect(
+        "blocks: every step of tiles uses the scales of the step before it",
+        "linear_tiles.py",
+        "group = gl.minimum(first_k + (step + 1) * BLOCK_K, K - 1) // GROUP_K",
+        "group = gl.minimum(first_k + step * BLOCK_K, K - 1) // GROUP_K",
+        "by_blocks_in_tiles or blocks_are_accurate",
+    ),
+    Defect(
+        "blocks: every split of tiles begins with the weight's scales of the first block",
+        "linear_tiles.py",
+        "row_scale = gl.load(of_rows + first_k // GROUP_K)",
+        "row_scale = gl.load(of_rows)",
+        "by_blocks_in_tiles or blocks_are_accurate",
+    ),
+    Defect(
+        "blocks: every split of tiles begins with the tokens' scales of the first group",
+        "linear_tiles.py",
+        "x_scale + first_k // GROUP_K * stride + row",
+        "x_scale + row",
+        "by_blocks_in_tiles or blocks_are_accurate",
+    ),
 ]

@@ -59,7 +59,7 @@ class Interpreted:
         (programs,) = grid
 
         def launch(*arguments: Any, **named: Any) -> None:
-            given = [_Pointer.to(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+            given = [_given(each) for each in arguments]
             constants = {name: value for name, value in named.items() if name not in _OPTIONS}
             self._language.programs, self._language.stored = programs, {}
             for number in self._random.sample(range(programs), programs):
@@ -118,6 +118,36 @@ class _Pointer:
         return there, mask
 
 
+@dataclass(frozen=True)
+class _Dtype:
+    """The dtype of a descriptor's elements."""
+
+    dtype: torch.dtype
+
+    @property
+    def primitive_bitwidth(self) -> int:
+        return 8 * self.dtype.itemsize
+
+
+class _Tiles(TensorDescriptor):
+    """A descriptor as the kernel sees it."""
+
+    @property
+    def dtype(self) -> _Dtype:
+        return _Dtype(self.base.dtype)
+
+    @property
+    def block_type(self) -> SimpleNamespace:
+        return SimpleNamespace(shape=list(self.block_shape))
+
+
+def _given(value: Any) -> Any:
+    """Return the argument that a kernel receives for `value`."""
+    if isinstance(value, TensorDescriptor):
+        return _Tiles(**vars(value))
+    return _Pointer.to(value) if isinstance(value, torch.Tensor) else value
+
+
 class _Language:
     """Replacements for `gl`, `tl`, `mbarrier`, `tma` and the products, bound to the running program."""
 
@@ -125,7 +155,8 @@ class _Language:
     int32, int64 = torch.int32, torch.int64
     MBarrierLayout = hopper.mbarrier.MBarrierLayout
     static_range = staticmethod(range)
-    exp2 = staticmethod(torch.exp2)
+    exp, exp2 = staticmethod(torch.exp), staticmethod(torch.exp2)
+    reshape, permute = staticmethod(torch.reshape), staticmethod(torch.permute)
 
     def __init__(self) -> None:
         self.program: Program
@@ -161,6 +192,9 @@ class _Language:
     def convert_layout(self, value: torch.Tensor, layout: Any) -> torch.Tensor:
         return value
 
+    def split(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return value.unbind(-1)
+
     def where(self, condition: Any, one: Any, other: Any) -> torch.Tensor:
         return torch.where(torch.as_tensor(condition), one, other)
 
@@ -178,10 +212,16 @@ class _Language:
 
     # ── global memory ──
 
-    def load(self, pointer: _Pointer, mask: Any = None, other: Any = float("nan")) -> torch.Tensor:
+    def load(self, pointer: _Pointer, mask: Any = None, other: Any = float("nan"), **_: Any) -> torch.Tensor:
         place, mask = pointer.places(mask)
         values = flat(pointer.base)[place]
         return values if mask.all() else torch.where(mask, values, other)
+
+    def atomic_add(self, pointer: _Pointer, value: int, **_: Any) -> torch.Tensor:
+        place, _ = pointer.places(None)
+        before = flat(pointer.base)[place].clone()
+        flat(pointer.base)[place] += value
+        return before
 
     def store(self, pointer: _Pointer, value: torch.Tensor, mask: Any = None) -> None:
         """Store elements. Each element may be stored at most once per launch, because the stores of two
@@ -192,12 +232,13 @@ class _Language:
         times.index_add_(0, to, torch.ones(len(to), dtype=torch.int32))
         if (times[to] > 1).any():
             raise Fault(f"element {int(to[times[to] > 1][0])} is stored twice")
-        flat(pointer.base)[to] = value.to(pointer.base.dtype).expand(place.shape)[mask]
+        flat(pointer.base)[to] = torch.as_tensor(value).to(pointer.base.dtype).expand(place.shape)[mask]
 
     # ── shared memory, barriers and asynchronous operations ──
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
         if not isinstance(layout, self.MBarrierLayout):
+            dtype = dtype.dtype if isinstance(dtype, _Dtype) else dtype
             return Shared.allocate(dtype, shape, layout)
         made = Barriers(prod(shape))
         self.program.barriers += made.each
@@ -254,13 +295,15 @@ class _Language:
     def warpgroup_mma(
         self, a: Any, b: Shared, acc: Any, *, use_acc: Any = True, is_async: bool = False
     ) -> UnfinishedProduct:
-        if not is_async:
-            raise NotImplementedError("the interpreter supports asynchronous products only")
         self.program.pause()
         product = self.program.multiply(a, b)
         if use_acc:
             product.value += acc.value if isinstance(acc, UnfinishedProduct) else acc
-        return product
+        if is_async:
+            return product
+        self.program.retire(0)
+        self.program.settle()  # the compiler inserts a barrier before the operands are overwritten
+        return product.value
 
     def warpgroup_mma_wait(self, num_outstanding: int = 0, deps: Sequence[Any] = ()) -> Any:
         self.program.pause()

@@ -54,7 +54,7 @@ def test_every_launched_kernel_has_a_defect() -> None:
         (["nosuchword"], "no defect contains nosuchword; known defects:\n  attention_decode_kernel.py: "),
         (["linear", "nosuchword", "norword"], "no defect contains nosuchword, norword; known defects:\n"),
         (["sampling", "tiles:"], "no defect contains all of sampling, tiles:; leave out one word"),
-        (["linear_tiles.py"], "defects with linear_tiles.py need a GPU: run with --gpu"),
+        (["linear_stream.py"], "defects with linear_stream.py need a GPU: run with --gpu"),
     ],
     ids=["unknown", "some unknown", "only on a GPU", "on a GPU alone"],
 )

@@ -170,6 +170,30 @@ def test_many_rows_are_multiplied_by_blocks_in_large_tiles() -> None:
     close(found, x @ dequantised(weight).T)
 
 
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("shape", [(200, 512, (128, 128)), (160, 384, (32, 64))], ids=str)
+def test_few_rows_are_multiplied_by_blocks_in_tiles(
+    shape: tuple[int, int, tuple[int, int]], split: int, silu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter = pytest.importorskip("tests.kernels.gluon_interpreter", exc_type=ImportError)
+    tiles = pytest.importorskip("kernels.triton.linear_tiles", exc_type=ImportError)
+    if DEVICE.type != "cpu":
+        pytest.skip("the interpreter runs on the CPU")
+    monkeypatch.setattr(tiles, "_tiles", interpreter.Interpreted(tiles._tiles, seed=0))
+    n, k, block = shape
+    weight = blocks(n, k, seed=1, block=block, values=torch.float16)
+    x = uneven(random_tensor(5, k, seed=2, dtype=torch.float32))
+    x, scales = linear.quantise(x, values=torch.float16, group=block[1], pdl=False)
+    bias = random_tensor(n, seed=3, dtype=torch.float32)
+    plan = linear_plans.GemmPlan("tiles", 8, 64, 64, warps=4, stages=2, split=split)
+    options = {"block": block, "plan": plan, "bias": bias, "silu_mul": silu, "dtype": torch.float32}
+    found = linear.linear_fp8(x, weight.values, weight.scales, x_scale=scales, **options)
+    whole = dequantised(weight)
+    expected = reference.linear(x.float() * scales.repeat_interleave(block[1], dim=1)[:, :k], whole, bias)
+    close(found, reference.silu_mul(expected) if silu else expected)
+
+
 def test_no_blocks_are_written_past_the_last_token() -> None:
     weight = blocks(96, 128, seed=1, block=(32, 64), values=torch.float32)
     x, out = random_tensor(70, 128, seed=2, dtype=torch.float32), torch.full((80, 96), POISON, device=DEVICE)
