@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.block_scales import add_scaled, block_scales, load_scales
 from kernels.triton.fused import scales_stride
-from kernels.triton.linear_rows import add_scaled, block_scales, gated, load_scales, weight_rows
+from kernels.triton.linear_rows import gated, weight_rows
 
 
 @triton.jit

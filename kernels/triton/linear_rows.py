@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.block_scales import add_scaled, block_scales, load_scales
 from kernels.triton.fused import scales_stride
 from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOps, GemmPlan, fits_workspace
 
@@ -245,44 +246,6 @@ def _write_deferred_norm(
     tl.store(to, (x * gain.to(tl.float32)[:, None]).to(deferred_values.dtype.element_ty), mask=inside)
     squared = tl.sum(tl.where(inside, x * x, 0.0), axis=0)
     tl.store(squares + tile * rows + row, squared, mask=row < rows)
-
-
-@triton.jit
-def block_scales(
-    expert,
-    weight_row,
-    rows: tl.constexpr,
-    K: tl.constexpr,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
-    ONE: tl.constexpr,
-):
-    """Return the index of the first block scale of each `weight_row` of an expert's matrix `[rows, K]`. With
-    ONE, all these rows belong to the same blocks, and the result has a single element."""
-    row_blocks: tl.constexpr = (rows + GROUP_N - 1) // GROUP_N
-    if ONE:
-        weight_row = tl.min(weight_row, axis=0) + tl.arange(0, 1)
-    return (expert * row_blocks + weight_row // GROUP_N) * ((K + GROUP_K - 1) // GROUP_K)
-
-
-@triton.jit
-def load_scales(of_rows, of_tokens, stride, k, K: tl.constexpr, GROUP_K: tl.constexpr, live):
-    """Return the scales of the weights' blocks and of the tokens' groups that contain column `k`, or the last
-    column if `k` is larger. `of_rows [BLOCK_N or 1]` and `of_tokens [ROWS]` point to the scales of the first
-    column. The scales of a token's groups are `stride` apart. Only `live` tokens have scales."""
-    group = tl.minimum(k, K - 1) // GROUP_K
-    row_scale = tl.load(of_rows + group)
-    return row_scale, tl.load(of_tokens + group.to(tl.int64) * stride, mask=live, other=0.0)
-
-
-@triton.jit
-def add_scaled(acc, w, x, row_scale, token_scale):
-    """Return `acc [BLOCK_N, ROWS]` plus the product of weights `w [BLOCK_N, BLOCK_K]` and tokens
-    `x [ROWS, BLOCK_K]`, multiplied by the scales that `load_scales` returns for their columns. Every step's
-    product is added in float32. The scales are loaded one step ahead, because otherwise every step would wait
-    for them."""
-    scale = row_scale[:, None] * token_scale[None, :]
-    return acc + tl.dot(w, tl.trans(x), input_precision="ieee") * scale
 
 
 @triton.jit

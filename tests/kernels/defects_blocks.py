@@ -9,7 +9,7 @@ _LINEAR, _EXPERTS = "by_blocks or blocks_are_accurate", "experts_with_blocks"
 BLOCKS = [
     Defect(
         "blocks: every column is multiplied by the scales of the first block",
-        "linear_rows.py",
+        "block_scales.py",
         "group = tl.minimum(k, K - 1) // GROUP_K\n",
         "group = 0\n",
         _LINEAR,
@@ -44,7 +44,7 @@ BLOCKS = [
     ),
     Defect(
         "blocks: every expert uses the scales of the first",
-        "linear_rows.py",
+        "block_scales.py",
         "return (expert * row_blocks + weight_row // GROUP_N)",
         "return (expert * 0 + weight_row // GROUP_N)",
         _EXPERTS,
