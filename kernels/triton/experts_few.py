@@ -56,7 +56,7 @@ def up(
       quantised. dtype must then be the model's dtype.
     block: if given, rows and columns of the blocks of each expert's matrix, which have one scale each:
       `[experts, ⌈rows / block rows⌉, ⌈columns / block columns⌉]`. x has one scale per group of as many
-      columns. Only `dot` supports blocks.
+      columns. `stream` does not support blocks.
     first: if given, the index of the first expert in `weight`.
 
     Results of experts not in `weight` are undefined.
@@ -78,6 +78,8 @@ def up(
         "EXPERTS": experts,
         "PARTIAL": first is not None,
         "SCALED": weight_scale is not None,
+        "GROUP_N": 0 if block is None else block[0],
+        "GROUP_K": 0 if block is None else block[1],
         "PDL": pdl,
         "num_warps": plan.warps,
         "launch_pdl": pdl,
@@ -91,7 +93,7 @@ def up(
         launch_up(plan, x, x_scale, chosen, weight, weight_scale, out, first, pdl)
         return out
     if plan.form == "gemv":
-        _up_gemv[(tokens * top_k * tiles,)](*arguments, VECTOR=16 // weight.element_size(), **shape)
+        _up_gemv[(tokens * top_k * tiles,)](*arguments, tokens, VECTOR=16 // weight.element_size(), **shape)
         return out
     by_pair, slots = _slots(tokens, top_k, experts)
     _up_dot[(slots * tiles,)](
@@ -100,8 +102,6 @@ def up(
         ROWS=plan.rows,
         TOP_K_BLOCK=triton.next_power_of_2(top_k),
         BY_PAIR=by_pair,
-        GROUP_N=0 if block is None else block[0],
-        GROUP_K=0 if block is None else block[1],
         num_stages=plan.stages,
         **shape,
     )
@@ -158,6 +158,8 @@ def down(
         "EXPERTS": experts,
         "PARTIAL": first is not None,
         "SCALED": weight_scale is not None,
+        "GROUP_N": 0 if block is None else block[0],
+        "GROUP_K": 0 if block is None else block[1],
         "RESIDUAL": residual is not None,
         "PDL": pdl,
         "num_warps": plan.warps,
@@ -205,8 +207,6 @@ def down(
         first or 0,
         ROWS=plan.rows,
         BY_PAIR=by_pair,
-        GROUP_N=0 if block is None else block[0],
-        GROUP_K=0 if block is None else block[1],
         num_stages=plan.stages,
         **shape,
     )
@@ -240,8 +240,8 @@ def _check(
     for name, tensor in (("x", x), ("chosen", chosen), ("weight", weight)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
-    if block is not None and plan.form != "dot":
-        raise ValueError(f"plan has form {plan.form!r}; only 'dot' supports weights with one scale per block")
+    if block is not None and plan.form == "stream":
+        raise ValueError("plan has form 'stream', which does not support weights with one scale per block")
     expected, groups = scales_shape(weight.shape, block), 1 if block is None else -(-x.shape[1] // block[1])
     if weight_scale is not None and weight_scale.shape != expected:
         raise ValueError(f"weight_scale is {tuple(weight_scale.shape)}; expected {tuple(expected)}")

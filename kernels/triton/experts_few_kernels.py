@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.block_scales import add_scaled, block_scales, load_scales
-from kernels.triton.fused import scales_stride
+from kernels.triton.fused import fp8_scale, scales_stride
 from kernels.triton.linear_rows import gated, weight_rows, widen
 
 
@@ -102,7 +102,7 @@ def _multiply(
     return acc
 
 
-@triton.jit(do_not_specialize=["first_expert"])
+@triton.jit(do_not_specialize=["tokens", "first_expert"])
 def _up_gemv(
     x,
     x_scale,
@@ -111,6 +111,7 @@ def _up_gemv(
     weight_scale,
     out,
     first_expert,
+    tokens,
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -120,6 +121,8 @@ def _up_gemv(
     EXPERTS: tl.constexpr,
     PARTIAL: tl.constexpr,
     SCALED: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply BLOCK_N weight rows of one chosen expert by the token that chose it. With SCALED, x is
@@ -144,18 +147,27 @@ def _up_gemv(
         token = pair // TOP_K
         weights = weight + expert * (2 * COLUMNS * K) + weight_row[:, None] * K + k[None, :]
         xs = x + token.to(tl.int64) * K + k
-        if SCALED:
+        if GROUP_K:
+            of_rows = weight_scale + block_scales(expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K, False)
+            stride = scales_stride(tokens)
+            vector = tl.arange(0, BLOCK_K // VECTOR) * VECTOR
+        elif SCALED:
             scale = tl.load(x_scale + token) * tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
         acc = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
         for at in tl.static_range(0, K, BLOCK_K):
             inside = at + k < K
             w = _load_weights(weights + at, inside[None, :], ragged)
             part = tl.load(xs + at, mask=inside, other=0.0)
-            products = widen(w, SCALED) * widen(part, SCALED)[None, :]
+            products = widen(w) * widen(part)[None, :]
             # First sum the values in each thread's 16 bytes, which requires no exchange between threads.
-            acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
+            sums = tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
+            if GROUP_K:
+                group = tl.minimum(at + vector, K - 1) // GROUP_K
+                of_group = tl.load(x_scale + group * stride + token)
+                sums *= tl.load(of_rows[:, None] + group[None, :]) * of_group[None, :]
+            acc += sums
         total = tl.sum(acc, axis=1)
-        if SCALED:
+        if SCALED and not GROUP_K:
             total = total * scale
         column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
         result = gated(total[:, None], out.dtype.element_ty).to(out.dtype.element_ty)
@@ -183,11 +195,13 @@ def _down_gemv(
     EXPERTS: tl.constexpr,
     PARTIAL: tl.constexpr,
     SCALED: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """For each of a token's chosen experts, multiply BLOCK_N weight rows by that expert's activations. With
-    SCALED, the program quantises the activations."""
+    SCALED, the program quantises the activations. With GROUP_K, each step's columns are complete groups."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     masked: tl.constexpr = (K % BLOCK_K != 0) | PARTIAL
     token = tl.program_id(0) // tiles
@@ -209,12 +223,20 @@ def _down_gemv(
     tile_weights = weight + rows[:, :, None] * K + k[None, None, :]
     w = _load_weights(tile_weights, (k < K)[None, None, :] & here[None, :, None], masked)
     share = tl.load(weights + pair, mask=here & (turn < TOP_K), other=0.0, cache_modifier=".cg")
-    if SCALED:
+    if GROUP_K:
+        vector = tl.arange(0, BLOCK_K // VECTOR) * VECTOR
+        in_block = weight_row
+        if GROUP_N % BLOCK_N == 0:  # all rows of the tile have the same scales
+            in_block = tl.min(weight_row, axis=0) + tl.arange(0, 1)
+        of_rows = weight_scale + block_scales(
+            expert[None, :], in_block[:, None], COLUMNS, K, GROUP_N, GROUP_K, False
+        )
+    elif SCALED:
         of_row = tl.load(weight_scale + rows)
     if PDL:
         tl.extra.cuda.gdc_wait()
     values = x + pair.to(tl.int64)[:, None] * K
-    if SCALED:
+    if SCALED and not GROUP_K:
         column = tl.arange(0, WHOLE)
         of_choice = (column < K)[None, :] & here[:, None]
         whole = tl.load(values + column[None, :], mask=of_choice, other=0.0).to(tl.float32)
@@ -229,12 +251,21 @@ def _down_gemv(
             w = _load_weights(tile_weights + at, inside[None, None, :] & here[None, :, None], masked)
         of_choice = inside[None, :] & here[:, None]
         part = tl.load(values + at + k[None, :], mask=of_choice, other=0.0).to(tl.float32)
-        if SCALED:
-            part = widen((part * factor[:, None]).to(weight.dtype.element_ty), SCALED)
-        products = widen(w, SCALED) * part[None, :, :]
-        acc += tl.sum(tl.reshape(products, parts), axis=3)
+        if GROUP_K:
+            part = tl.reshape(part, [TOP_K_BLOCK, BLOCK_K // GROUP_K, GROUP_K])
+            scale, factor = fp8_scale(tl.max(tl.abs(part), axis=2))
+            part = widen((part * factor[:, :, None]).to(weight.dtype.element_ty))
+            part = tl.reshape(part * scale[:, :, None], [TOP_K_BLOCK, BLOCK_K])
+        elif SCALED:
+            part = widen((part * factor[:, None]).to(weight.dtype.element_ty))
+        products = widen(w) * part[None, :, :]
+        sums = tl.sum(tl.reshape(products, parts), axis=3)
+        if GROUP_K:
+            group = tl.minimum(at + vector, K - 1) // GROUP_K
+            sums *= tl.load(of_rows[:, :, None] + group[None, None, :])
+        acc += sums
     total = tl.sum(acc, axis=2)
-    if SCALED:
+    if SCALED and not GROUP_K:
         total = total * scale[None, :] * of_row
     result = tl.sum(total * share[None, :], axis=1)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -117,8 +117,6 @@ def choose(
     `ExpertsShape.group`."""
     size = dtype.itemsize
     if group:
-        # The kernels for one or two tokens do not support blocks. Each step's columns belong to one block.
-        tokens = max(tokens, MAX_GEMV_TOKENS + 1)
         plans = choose(tokens, top_k, experts, hidden, intermediate, dtype, shared_bytes)
         up, down = _for_blocks(plans.up, group), _for_blocks(plans.down, group)
         return LayerPlans(_fit(up, hidden, size, shared_bytes), _fit(down, intermediate, size, shared_bytes))
@@ -203,9 +201,12 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
 
 
 def _for_blocks(plan: ExpertsPlan, group: int) -> ExpertsPlan:
-    """Return the plan with steps of at most `group` columns. Tiles of more than 64 choices spill registers,
-    because the sums of one block are kept separate from the total. So do wide tiles, if two programs share a
-    multiprocessor. Smaller blocks belong to narrow experts, for which wide tiles are inefficient."""
+    """Return the plan with steps of columns of one block, or of complete blocks for `gemv`. Tiles of more
+    than 64 choices spill registers, because the sums of one block are kept separate from the total. So do
+    wide tiles, if two programs share a multiprocessor. Smaller blocks belong to narrow experts, for which
+    wide tiles are inefficient."""
+    if plan.form == "gemv":
+        return replace(plan, block_k=max(plan.block_k, group))
     if plan.rows >= 64 and group >= 128:
         plan = replace(plan, rows=64, block_n=256, warps=8, programs=1, stages=4)
     elif plan.rows >= 64:

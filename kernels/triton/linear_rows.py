@@ -94,7 +94,6 @@ def launch_gemv(
         VECTOR=16 // weight.element_size(),
         NORM=fused.norm_weight is not None,
         QUANTISE=weight_scale is not None,
-        FP8=weight.element_size() == 1,
         SILU=fused.silu_mul,
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
@@ -249,10 +248,10 @@ def _write_deferred_norm(
 
 
 @triton.jit
-def widen(values, FP8: tl.constexpr):
+def widen(values):
     """Convert values to float32. e4m3 values are first converted to float16, because a single instruction
     converts two of them."""
-    if FP8:
+    if values.dtype.primitive_bitwidth == 8:
         values = values.to(tl.float16)
     return values.to(tl.float32)
 
@@ -410,7 +409,6 @@ def _gemv(
     VECTOR: tl.constexpr,
     NORM: tl.constexpr,
     QUANTISE: tl.constexpr,
-    FP8: tl.constexpr,
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -461,8 +459,8 @@ def _gemv(
             gain = tl.load(norm_weight + at + k, mask=inside, other=0.0).to(tl.float32)
             part = (part * gain * inverse).to(x.dtype.element_ty).to(tl.float32)
         if QUANTISE:
-            part = widen((part * factor).to(weight.dtype.element_ty), FP8)
-        products = widen(w, FP8) * part[None, :]
+            part = widen((part * factor).to(weight.dtype.element_ty))
+        products = widen(w) * part[None, :]
         acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
     total = tl.sum(acc, axis=1)
     if QUANTISE:

@@ -126,4 +126,25 @@ BLOCKS = [
         "x_scale + row",
         "by_blocks_in_tiles or blocks_are_accurate",
     ),
+    Defect(
+        "blocks: up of one token uses the scales of the first group",
+        "experts_few_kernels.py",
+        "of_group = tl.load(x_scale + group * stride + token)",
+        "of_group = tl.load(x_scale + token)",
+        _EXPERTS,
+    ),
+    Defect(
+        "blocks: down of one token uses the scales of the first block",
+        "experts_few_kernels.py",
+        "sums *= tl.load(of_rows[:, :, None] + group[None, None, :])",
+        "sums *= tl.load(of_rows[:, :, None] + 0 * group[None, None, :])",
+        _EXPERTS,
+    ),
+    Defect(
+        "blocks: down of one token does not multiply by the scales of its choices",
+        "experts_few_kernels.py",
+        "part = tl.reshape(part * scale[:, :, None], [TOP_K_BLOCK, BLOCK_K])",
+        "part = tl.reshape(part, [TOP_K_BLOCK, BLOCK_K])",
+        _EXPERTS,
+    ),
 ]
