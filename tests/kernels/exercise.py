@@ -135,6 +135,9 @@ def multiply() -> None:
     _finite(*linear.quantise(case.x, values=values, pdl=ON_GPU))
     for tokens, shape in ((1, 1), (5, 2), (130, 1), (200, 2)) if ON_GPU else ((70, 1),):
         block_cases.check_linears(tokens, block_cases.SHAPES[shape], DTYPE, values, pdl=ON_GPU)
+    if HOPPER:
+        for tokens in (1, 17, 64):
+            block_cases.check_linears(tokens, block_cases.SHAPES[0], DTYPE, values, pdl=True, hopper=True)
 
 
 def mix() -> None:
