@@ -42,7 +42,7 @@ class ChosenValues:
 
 
 def shape_of(experts: Experts) -> ExpertsShape:
-    """Return the sizes that determine a layer's plans."""
+    """Return the sizes of an MoE layer that determine which plans it uses."""
     (weight, _, _), (every, hidden) = _parts(experts.gate_up), experts.router.shape
     sizes = (every, experts.top_k, hidden, weight.shape[1] // 2, len(weight))
     return ExpertsShape(weight.dtype, *sizes, _group(experts.down))

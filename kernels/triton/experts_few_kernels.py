@@ -324,7 +324,7 @@ def _up_dot(
             of_rows += block_scales(expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K, False)
             of_tokens += row
         elif SCALED:
-            # Load the scales before computing the products, so that the two overlap.
+            # Load the scales before computing the products, so that the loads overlap with the products.
             of_token = tl.load(x_scale + row, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
         stride = scales_stride(tokens)

@@ -115,9 +115,9 @@ def launch_dot(
     pdl: bool,
     block: tuple[int, int] | None = None,
 ) -> None:
-    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
-    both have scales. x must already be normalised, except for its tokens' norm
-    factors if `fused.squares` is given: this GEMM then applies the factors to its results.
+    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype; for e4m3, both
+    have scales. x must already be normalised unless `fused.squares` is given: x then contains a deferred
+    norm's values, and this GEMM multiplies its results by each token's factor.
 
     block: rows and columns of the weight's blocks, if it has one scale per block. x has one scale per group
       of as many columns, and any number of rows if `plan.split` is 1.

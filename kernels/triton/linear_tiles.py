@@ -44,9 +44,9 @@ def launch_tiles(
     pdl: bool,
     block: tuple[int, int] | None = None,
 ) -> None:
-    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype. If it is e4m3,
-    both have scales. x must already be normalised. If `fused.squares` is given, x contains a deferred norm's
-    values, and this GEMM multiplies its result by each token's factor. block: as in `launch_dot`."""
+    """Launch the GEMM for up to `plan.rows` rows of x. x and the weight have the same dtype; for e4m3, both
+    have scales. x must already be normalised unless `fused.squares` is given: x then contains a deferred
+    norm's values, and this GEMM multiplies its results by each token's factor. block: as in `launch_dot`."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()
