@@ -110,7 +110,7 @@ def choose(
     hopper: whether the GPU is a Hopper GPU.
     """
     if block is not None:
-        if hopper and rows > MAX_ROWS and _library_supports_blocks(n, k, block):
+        if hopper and rows > _most_rows_of_tiles(n, k) and _library_supports_blocks(n, k, block):
             return None
         return _fit(_blocks(rows, n, k, dtype, block[1], hopper), dtype, shared_bytes)
     if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
@@ -177,24 +177,34 @@ def _library_supports_blocks(n: int, k: int, block: tuple[int, int]) -> bool:
     return new and block == (128, 128) and n % 128 == 0 and k % 512 == 0
 
 
+def _most_rows_of_tiles(n: int, k: int) -> int:
+    """Return the maximum number of rows for which `tiles` multiplies a weight with blocks faster than cuBLAS,
+    which has too few programs for a weight with long and few rows."""
+    return 2 * MAX_ROWS if k >= 8192 and n <= 4096 else MAX_ROWS
+
+
 def _tiles(rows: int, n: int, k: int) -> GemmPlan:
-    """Return the plan of `tiles` for a weight with one scale per block. A program has at most 32 steps, and
-    two programs fit on a multiprocessor."""
+    """Return the plan of `tiles` for a weight with one scale per block. Two programs fit on a multiprocessor.
+    K is split as long as there are at most two programs per multiprocessor (with many tokens, whose partial
+    sums take longer, 1.5), or if a program would have more than 32 steps."""
     plan = GemmPlan("tiles", max(8, _power_of_2(rows)), 64, 128, warps=4)
-    plan = replace(plan, stages=min(12, (HOPPER_SHARED // 2 - _SHARED_BESIDE) // tile_bytes(plan, 1)))
-    while k // plan.split > 32 * 128 and k % (2 * plan.split * 128) == 0:
+    most_programs = 264 if rows <= 16 else 198
+    while k % (2 * plan.split * 128) == 0:
         more = replace(plan, split=2 * plan.split)
-        if not fits_workspace(more, n):
+        few = -(-n // plan.block_n) * more.split <= most_programs and k // more.split >= 4 * 128
+        if not (few or k // plan.split > 32 * 128) or not fits_workspace(more, n):
             break
         plan = more
-    return plan
+    scales = _power_of_2(k // plan.split // 128) * (plan.block_n + plan.rows) * 4
+    available = HOPPER_SHARED // 2 - _SHARED_BESIDE - scales
+    return replace(plan, stages=max(1, min(12, available // tile_bytes(plan, 1))))
 
 
 def _blocks(rows: int, n: int, k: int, dtype: torch.dtype, group: int, hopper: bool) -> GemmPlan:
     """Return the plan for a weight with one scale per block. Each step's columns belong to one block. `dot`
     computes many rows in tiles of 64, because larger tiles spill registers: the sums of one block are kept
     separate from the total."""
-    if hopper and rows <= MAX_ROWS and group % 128 == 0 and k % 128 == 0:
+    if hopper and rows <= _most_rows_of_tiles(n, k) and group % 128 == 0 and k % 128 == 0:
         return _tiles(rows, n, k)
     if rows <= MAX_ROWS:
         plan = _dot(rows, n, k, dtype)

@@ -126,11 +126,25 @@ def _to_store(width, rows, warps):
 
 
 @gluon.constexpr_function
+def _power_of_2(size):
+    return triton.next_power_of_2(size)
+
+
+@gluon.constexpr_function
 def _to_add_up(rows, warps):
     """Return the layout for summing a tensor `[parts, rows]` over its parts. Adjacent threads hold adjacent
     rows."""
     lanes = min(32, rows)
     return gl.BlockedLayout([1, 1], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _share(scales):
+    """Store `scales [steps, n]` in shared memory and return it, indexed by step."""
+    in_rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    shared = gl.allocate_shared_memory(gl.float32, scales.shape, in_rows)
+    shared.store(scales)
+    return shared._reinterpret(gl.float32, scales.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -230,8 +244,15 @@ def _tiles(
     if SCALED:
         of_row = gl.load(weight_scale + weight_row)
     if GROUP_K:
-        of_rows = weight_scale + weight_row // GROUP_N * ((K + GROUP_K - 1) // GROUP_K)
-        row_scale = gl.load(of_rows + first_k // GROUP_K)
+        # Copy the scales of all steps to shared memory. A step would wait longer for scales in global memory
+        # than for its weights.
+        to_copy: gl.constexpr = _to_add_up(min(ROWS, BLOCK_N), WARPS)
+        padded: gl.constexpr = _power_of_2(steps)
+        at_step = gl.arange(0, padded, layout=gl.SliceLayout(1, to_copy))
+        group = gl.minimum(first_k + at_step * BLOCK_K, K - 1) // GROUP_K
+        of_rows = weight_row // GROUP_N * ((K + GROUP_K - 1) // GROUP_K)
+        of_rows = gl.convert_layout(of_rows, gl.SliceLayout(0, to_copy))
+        row_scales = _share(gl.load(weight_scale + group[:, None] + of_rows[None, :]))
     if BIAS:
         added = gl.load(bias + weight_row).to(gl.float32)
     width: gl.constexpr = BLOCK_N // 2 if SILU else BLOCK_N
@@ -255,8 +276,9 @@ def _tiles(
     if SCALED:
         of_token = gl.load(x_scale + row, mask=row < rows, other=0.0)
     if GROUP_K:
-        stride = scales_stride(rows)
-        token_scale = gl.load(x_scale + first_k // GROUP_K * stride + row, mask=row < rows, other=0.0)
+        of_tokens = gl.arange(0, ROWS, layout=gl.SliceLayout(0, to_copy))[None, :]
+        from_groups = x_scale + group[:, None] * scales_stride(rows) + of_tokens
+        token_scales = _share(gl.load(from_groups, mask=of_tokens < rows, other=0.0))
     if PARTS:
         to_add_up: gl.constexpr = _to_add_up(ROWS, WARPS)
         part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, to_add_up))[:, None]
@@ -274,9 +296,8 @@ def _tiles(
     phase = 0
     for step in range(steps):
         if GROUP_K:
-            group = gl.minimum(first_k + (step + 1) * BLOCK_K, K - 1) // GROUP_K
-            next_row = gl.load(of_rows + group)
-            next_token = gl.load(x_scale + group * stride + row, mask=row < rows, other=0.0)
+            row_scale = row_scales.index(step).load(gl.SliceLayout(1, mma))
+            token_scale = token_scales.index(step).load(gl.SliceLayout(0, mma))
         mbarrier.wait(ready.index(stage), phase)
         w = ws.index(stage).reshape([BLOCK_N, BLOCK_K])
         if GROUP_K:
@@ -291,8 +312,6 @@ def _tiles(
         tma.async_copy_global_to_shared(x_tiles, [0, k], ready.index(stage), xs.index(stage), more)
         if GROUP_K:
             acc += product * (row_scale[:, None] * token_scale[None, :])
-            row_scale = next_row
-            token_scale = next_token
         turn = stage == STAGES - 1
         stage = gl.where(turn, 0, stage + 1)
         phase = gl.where(turn, 1 - phase, phase)

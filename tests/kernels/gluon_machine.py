@@ -19,6 +19,7 @@ from math import prod
 from typing import Any
 
 import torch
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GRANULE = 512
@@ -151,6 +152,13 @@ class Shared:
             )
         return Shared(self.memory, _places(shape, layout), layout)
 
+    def store(self, value: torch.Tensor) -> None:
+        """Store registers. The compiler inserts barriers between plain accesses."""
+        self.memory.data[self.places] = value
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.memory.data[self.places]
+
     def read(self, event: int, by: Partition) -> torch.Tensor:
         for granule in self._granules:
             if self.memory.writer[granule] & ~by.known:
@@ -173,6 +181,8 @@ class Shared:
 def _places(shape: Sequence[int], layout: Any) -> torch.Tensor:
     """Return the memory layout of a tile. The tile is stored as panels, which have all rows and are as wide
     as the swizzle. If the shape has more dimensions than the layout, the leading dimensions count tiles."""
+    if isinstance(layout, gl.SwizzledSharedLayout):  # plain accesses do not depend on the swizzle
+        return torch.arange(prod(shape)).view(*shape)
     columns, rows = shape[-1], prod(shape[-layout.rank : -1])
     width = min(columns, layout.swizzle_byte_width * 8 // layout.element_bitwidth or columns)
     panels = torch.arange(prod(shape)).view(-1, columns // width, rows, width)
