@@ -39,10 +39,9 @@ def load_scales(of_rows, of_tokens, stride, k, K: tl.constexpr, GROUP_K: tl.cons
 
 
 @triton.jit
-def add_scaled(acc, w, x, row_scale, token_scale):
-    """Return `acc [BLOCK_N, ROWS]` plus the product of weights `w [BLOCK_N, BLOCK_K]` and tokens
-    `x [ROWS, BLOCK_K]`, multiplied by the scales that `load_scales` returns for their columns. Every step's
+def add_scaled(acc, a, b, a_scale, b_scale):
+    """Return `acc [M, N]` plus the product of `a [M, BLOCK_K]` and `b [N, BLOCK_K]`, which are weights and
+    tokens in any order, multiplied by the scales that `load_scales` returns for their columns. Every step's
     product is added in float32. The scales are loaded one step ahead, because otherwise every step would wait
     for them."""
-    scale = row_scale[:, None] * token_scale[None, :]
-    return acc + tl.dot(w, tl.trans(x), input_precision="ieee") * scale
+    return acc + tl.dot(a, tl.trans(b), input_precision="ieee") * (a_scale[:, None] * b_scale[None, :])

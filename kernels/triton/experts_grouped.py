@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernels.triton.block_scales import add_scaled, block_scales, load_scales
 from kernels.triton.fused import scales_stride
-from kernels.triton.linear_rows import gated, weight_rows
+from kernels.triton.linear_rows import gated, swiglu, weight_rows
 
 
 @triton.jit
@@ -64,7 +64,8 @@ def _grouped(
     """
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width
-    early: tl.constexpr = ROWS * BLOCK_N <= 8192
+    halves: tl.constexpr = GROUP_K > 0 and ROWS >= 64 and K % BLOCK_K == 0
+    early: tl.constexpr = ROWS * BLOCK_N <= 8192 and not halves
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -94,6 +95,11 @@ def _grouped(
                 _compute_tile(
                     x, x_scale, weight, weight_scale, out, expert, first, end, few, tile, total,
                     COLUMNS, N, K, TOP_K, UP, SMALL, BLOCK_N, BLOCK_K, SCALED, GROUP_N, GROUP_K, False,
+                )  # fmt: skip
+            elif halves:
+                _compute_halves(
+                    x, x_scale, order, weight, weight_scale, out, expert, first, end, tile, total,
+                    COLUMNS, N, K, TOP_K, UP, ROWS, BLOCK_N // 2, BLOCK_K, GROUP_N, GROUP_K,
                 )  # fmt: skip
             else:
                 many = _choices(order, first, end, total, ROWS)
@@ -180,3 +186,82 @@ def _compute_tile(
         to = choice
     inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]
     tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
+
+
+@triton.jit
+def _compute_halves(
+    x,
+    x_scale,
+    order,
+    weight,
+    weight_scale,
+    out,
+    expert,
+    first,
+    end,
+    tile,
+    total,
+    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    UP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+):
+    """Compute one tile of `_grouped` with one scale per block for many choices. The two halves of the weight
+    rows are multiplied one after another, because the registers hold the products of one half beside all
+    sums. With UP, the halves are gate and up. The choices are the first operand, so that a thread has few of
+    them, and loads few scales."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    width: tl.constexpr = HALF if UP else 2 * HALF
+    expert = expert.to(tl.int64)
+    if UP:
+        source = _choices(order, first, end, total, ROWS) // TOP_K
+    else:
+        source = tl.minimum(first + tl.arange(0, ROWS), end - 1)
+    k = tl.arange(0, BLOCK_K)
+    column = tile * width + tl.arange(0, HALF)
+    row0 = column if COLUMNS % width == 0 else tl.minimum(column, COLUMNS - 1)
+    if UP:
+        row1 = row0 + COLUMNS
+    elif COLUMNS % width == 0:
+        row1 = row0 + HALF
+    else:
+        row1 = tl.minimum(column + HALF, COLUMNS - 1)
+    weight += expert * N * K
+    ws0 = weight + row0[:, None] * K + k[None, :]
+    ws1 = weight + row1[:, None] * K + k[None, :]
+    xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
+    one: tl.constexpr = GROUP_N % HALF == 0 and (not UP or COLUMNS % GROUP_N == 0)
+    of_rows0 = weight_scale + block_scales(expert, row0, N, K, GROUP_N, GROUP_K, one)
+    of_rows1 = weight_scale + block_scales(expert, row1, N, K, GROUP_N, GROUP_K, one)
+    of_choices = x_scale + source
+    stride = scales_stride(total // TOP_K)
+    scale0, scale1, choice_scale = tl.load(of_rows0), tl.load(of_rows1), tl.load(of_choices)
+    acc0 = tl.zeros([ROWS, HALF], tl.float32)
+    acc1 = tl.zeros([ROWS, HALF], tl.float32)
+    for at in tl.range(0, K, BLOCK_K):
+        part = tl.load(xs + at)
+        w0 = tl.load(ws0 + at)
+        w1 = tl.load(ws1 + at)
+        group = tl.minimum(at + BLOCK_K, K - 1) // GROUP_K
+        next0, next1 = tl.load(of_rows0 + group), tl.load(of_rows1 + group)
+        next_choice = tl.load(of_choices + group.to(tl.int64) * stride)
+        acc0 = add_scaled(acc0, part, w0, choice_scale, scale0)
+        acc1 = add_scaled(acc1, part, w1, choice_scale, scale1)
+        scale0, scale1, choice_scale = next0, next1, next_choice
+    place = first + tl.arange(0, ROWS)
+    live = place < end
+    if UP:
+        to = out + place.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        inside = live[:, None] & (column < COLUMNS)[None, :]
+        tl.store(to, swiglu(acc0, acc1, dtype).to(dtype), mask=inside)
+    else:
+        choice = _choices(order, first, end, total, ROWS)
+        to = out + choice.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        tl.store(to, acc0.to(dtype), mask=live[:, None] & (column < COLUMNS)[None, :])
+        tl.store(to + HALF, acc1.to(dtype), mask=live[:, None] & (column + HALF < COLUMNS)[None, :])

@@ -119,6 +119,10 @@ def choose(
     if group:
         plans = choose(tokens, top_k, experts, hidden, intermediate, dtype, shared_bytes)
         up, down = _for_blocks(plans.up, group), _for_blocks(plans.down, group)
+        if tokens == 2 and down.form == "gemv":
+            down = replace(down, block_k=group, warps=4)
+        if down.rows > 64:
+            down = replace(down, rows=64)  # `down` spills registers with larger tiles
         return LayerPlans(_fit(up, hidden, size, shared_bytes), _fit(down, intermediate, size, shared_bytes))
     if tokens > MAX_FEW_TOKENS:
         one = _grouped(tokens * top_k / experts, size)
@@ -201,17 +205,15 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
 
 
 def _for_blocks(plan: ExpertsPlan, group: int) -> ExpertsPlan:
-    """Return the plan with steps of columns of one block, or of complete blocks for `gemv`. Tiles of more
-    than 64 choices spill registers, because the sums of one block are kept separate from the total. So do
-    wide tiles, if two programs share a multiprocessor. Smaller blocks belong to narrow experts, for which
-    wide tiles are inefficient."""
+    """Return the plan with steps of columns of one block, or of complete blocks for `gemv`. The values are
+    the best measured on an H200 (docs/performance-notes-experts.md)."""
     if plan.form == "gemv":
-        return replace(plan, block_k=max(plan.block_k, group))
-    if plan.rows >= 64 and group >= 128:
-        plan = replace(plan, rows=64, block_n=256, warps=8, programs=1, stages=4)
-    elif plan.rows >= 64:
-        plan = replace(plan, rows=64, block_n=128, warps=4, programs=2)
-    return replace(plan, block_k=min(plan.block_k, group))
+        return replace(plan, block_n=8, block_k=max(plan.block_k, group))
+    if plan.rows >= 64:
+        rows = plan.rows if group >= 128 else 64
+        return replace(plan, rows=rows, block_n=128, block_k=group, warps=4, programs=2, stages=4)
+    block_k = min(plan.block_k, group)
+    return replace(plan, block_k=block_k, stages=plan.stages * plan.block_k // block_k)
 
 
 def _fit(plan: ExpertsPlan, k: int, size: int, shared_bytes: int) -> ExpertsPlan:

@@ -189,6 +189,12 @@ def gated(acc, dtype: tl.constexpr):
     width: tl.constexpr = acc.shape[0] // 2
     rows: tl.constexpr = acc.shape[1]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [width, 2, rows]), 0, 2, 1))
+    return swiglu(gate, up, dtype)
+
+
+@triton.jit
+def swiglu(gate, up, dtype: tl.constexpr):
+    """Return silu(gate) × up in float32, rounded as in `gated`."""
     gate = gate.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     return silu * up.to(dtype).to(tl.float32)
