@@ -63,9 +63,11 @@ class _NotingTable:
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
 
-    def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
+    def choose(
+        self, rows: int, n: int, k: int, dtype: torch.dtype, block: tuple[int, int] | None = None
+    ) -> GemmPlan | None:
         self._asked.append(Product(dtype, n, k))
-        return self._table.choose(rows, n, k, dtype)
+        return self._table.choose(rows, n, k, dtype, block)
 
     def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
         return self._table.choose_experts(tokens, shape)
