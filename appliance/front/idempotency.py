@@ -7,6 +7,7 @@ one caller, one endpoint and one body. A request that reuses a key with a differ
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
@@ -51,7 +52,7 @@ async def respond(
     fingerprint = hashlib.sha256(body).digest()
     while True:
         run = retries.runs.get(scope) or retries.claim(Claim(scope, context.request_id), fingerprint)
-        claimed = await run.claimed
+        claimed = await asyncio.shield(run.claimed)
         if claimed.hand_over:
             await _hand_over(state, request, scope, body)
             return Response()
@@ -65,7 +66,7 @@ async def respond(
                 code="idempotency_key_reused",
             )
         retry = "repeated" if run.answer.done() else "joined"
-        answer = await run.answer
+        answer = await asyncio.shield(run.answer)
         if context.connection.disconnected:
             raise ClientDisconnected
         if answer is not None:
