@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from appliance.background import Background
+from appliance.background import Background, wait_until
 from appliance.models.bundles import Bundles
 from appliance.models.fit import MemoryShortage
 from appliance.models.front_routes import FrontRoutes
@@ -52,6 +52,8 @@ from store.models import VersionRecord
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_IDLE_POLL_S = 0.5
+"""Interval, in seconds, between two turns while no request waits. A turn takes CPU time for every model."""
 _RETRY_S = 30.0
 """How long requests for a model are refused after an on-demand load has failed. The first request after this
 time retries the load."""
@@ -226,6 +228,12 @@ class OnDemand:
                 log.exception("failed to load models on demand")
                 await asyncio.sleep(1.0)
             await asyncio.sleep(_POLL_S)
+            await wait_until(self._has_work, _IDLE_POLL_S)
+
+    def _has_work(self) -> bool:
+        """Return whether requests are waiting or models remain to be loaded."""
+        waiting = any(model.queued for model in self._requests.state.models.values())
+        return waiting or bool(self._bundles.incomplete or self._at_start)
 
     def _observe(self) -> None:
         """Record which models are in use. Remove from the fronts the versions that are no longer needed."""

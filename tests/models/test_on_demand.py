@@ -40,6 +40,30 @@ def test_a_version_is_announced_on_demand_and_loaded_and_forgotten_when_unused(t
     play(site, scenario)
 
 
+def test_the_next_turn_comes_late_unless_a_request_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_IDLE_POLL_S", 3600.0)
+    site, turns = Site(tmp_path, Settings()), itertools.count()
+    turn = site.on_demand._turn
+
+    async def counted() -> None:
+        next(turns)
+        await turn()
+
+    monkeypatch.setattr(site.on_demand, "_turn", counted)
+
+    async def scenario() -> None:
+        site.on_demand.wanted("chat")
+        await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the introduction")
+        await asyncio.sleep(0.2)
+        assert next(turns) <= 2
+        site.ask("chat@1")
+        await site.loaded("chat@1")
+
+    play(site, scenario)
+
+
 def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings(models={"a": optional(idle_unload_s=60.0)}))
 
