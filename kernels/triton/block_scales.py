@@ -1,13 +1,58 @@
 # mypy: allow-untyped-defs
-"""Contains the parts of GEMM kernels that apply the scales of FP8 weights with one scale per block
-(`kernels.Fp8Weight.block`), and of tokens with one scale per group of columns. They are separate because the
-dense GEMMs and those of experts share them.
+"""Checks the scales of FP8 GEMMs. Also contains the parts of their kernels that apply the scales of weights
+with one scale per block (`kernels.Fp8Weight.block`), and of tokens with one scale per group of columns. The
+dense GEMMs and those of experts share this module.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from kernels.triton.fused import scales_stride
+
+
+def scales_shape(shape: torch.Size, block: tuple[int, int] | None) -> torch.Size:
+    """Return the shape of the scales of weights `[…, N, K]` with one scale per row, or one per block. Raises
+    ValueError if the kernels do not support blocks of this size."""
+    if block is None:
+        return shape[:-1]
+    rows, columns = block
+    if rows < 1 or columns < 32 or columns & (columns - 1):
+        raise ValueError(
+            f"block is {block}; expected at least 1 row, and a power of two of at least 32 columns"
+        )
+    return torch.Size((*shape[:-2], triton.cdiv(shape[-2], rows), triton.cdiv(shape[-1], columns)))
+
+
+def check_scales(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    block: tuple[int, int] | None,
+) -> None:
+    """Raise ValueError if the scales of the weight `[…, N, K]`, or of `x [rows, K]` if it is quantised, have
+    unexpected shapes, dtypes or strides. block: see `kernels.Fp8Weight`."""
+    expected = tuple(scales_shape(weight.shape, block))
+    if weight_scale.shape != expected or weight_scale.dtype != torch.float32:
+        raise ValueError(
+            f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; expected float32 {expected}"
+        )
+    rows = len(x)
+    if x_scale is None or not rows:
+        return
+    if block is None:
+        if x_scale.numel() != rows:
+            raise ValueError(f"x_scale is {tuple(x_scale.shape)}; expected {(rows, 1)}")
+        return
+    shape, strides = (rows, triton.cdiv(x.shape[1], block[1])), (1, scales_stride.fn(rows))
+    if x_scale.shape != shape or x_scale.stride() != strides:
+        raise ValueError(
+            f"x_scale is {tuple(x_scale.shape)} with strides {x_scale.stride()}; expected {shape} with "
+            f"strides {strides}, as returned by `linear.quantise` for groups of {block[1]} columns"
+        )
 
 
 @triton.jit

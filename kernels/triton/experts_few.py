@@ -29,9 +29,10 @@ from __future__ import annotations
 import torch
 import triton
 
+from kernels.triton.block_scales import check_scales
 from kernels.triton.experts_few_kernels import _down_dot, _down_gemv, _up_dot, _up_gemv
 from kernels.triton.experts_plans import ExpertsPlan
-from kernels.triton.linear_rows import Workspace, check_results, scales_shape
+from kernels.triton.linear_rows import Workspace, check_results
 
 
 def up(
@@ -54,9 +55,9 @@ def up(
     weight: `[experts, 2 × intermediate, hidden]`.
     x_scale, weight_scale: float32 scales `[tokens, 1]` and `[experts, 2 × intermediate]` if x and weight are
       quantised. dtype must then be the model's dtype.
-    block: if given, rows and columns of the blocks of each expert's matrix, which have one scale each:
-      `[experts, ⌈rows / block rows⌉, ⌈columns / block columns⌉]`. x has one scale per group of as many
-      columns. `stream` does not support blocks.
+    block: if given, each expert's matrix has one scale per block, and block contains the rows and columns per
+      block. weight_scale is then `[experts, ⌈2 × intermediate / rows⌉, ⌈hidden / columns⌉]`, and x_scale is
+      `[tokens, ⌈hidden / columns⌉]`, as returned by `linear.quantise`. `stream` does not support blocks.
     first: if given, the index of the first expert in `weight`.
 
     Results of experts not in `weight` are undefined.
@@ -134,7 +135,8 @@ def down(
     chosen: `[tokens, top_k]` int32.
     weights: `[tokens, top_k]` float32.
     weight: `[experts, hidden, intermediate]`.
-    block: as in `up`.
+    block: as in `up`. weight_scale is then `[experts, ⌈hidden / rows⌉, ⌈intermediate / columns⌉]`, and the
+      scales of quantised x are `[tokens × top_k, ⌈intermediate / columns⌉]`.
     first: if given, the index of the first expert in `weight`. Nothing is added for experts not in `weight`.
     dtype: the model's dtype, if x's differs.
     pdl: use programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see
@@ -242,8 +244,5 @@ def _check(
             raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
     if block is not None and plan.form == "stream":
         raise ValueError("plan has form 'stream', which does not support weights with one scale per block")
-    expected, groups = scales_shape(weight.shape, block), 1 if block is None else -(-x.shape[1] // block[1])
-    if weight_scale is not None and weight_scale.shape != expected:
-        raise ValueError(f"weight_scale is {tuple(weight_scale.shape)}; expected {tuple(expected)}")
-    if x_scale is not None and x_scale.numel() != rows * groups:
-        raise ValueError(f"x_scale is {tuple(x_scale.shape)}; expected {(rows, groups)}")
+    if weight_scale is not None:
+        check_scales(x, x_scale, weight, weight_scale, block)

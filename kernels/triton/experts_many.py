@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.block_scales import check_scales
 from kernels.triton.experts_grouped import _grouped
 from kernels.triton.experts_plans import ExpertsPlan
 from kernels.triton.experts_route import Routed, block_tokens
@@ -170,7 +171,7 @@ def down(
       quantised, x_scale is `[tokens × top_k, 1]`.
     weight: `[experts, hidden, intermediate]`.
     weight_scale: `[experts, hidden]`.
-    block: as in `experts_few.up`.
+    block: as in `experts_few.down`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
     _launch(x, x_scale, by_expert, weight, weight_scale, block, out, plan, multiprocessors, pdl, None)
@@ -241,6 +242,8 @@ def _launch(
             f"by_expert assigns {len(by_expert.order)} rows to {by_expert.held} experts; "
             f"expected {len(out)} rows and {experts} experts"
         )
+    if weight_scale is not None:
+        check_scales(x, x_scale, weight, weight_scale, block)
     if not len(x):
         return
     _grouped[(plan.programs * multiprocessors,)](

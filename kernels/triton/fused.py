@@ -72,7 +72,7 @@ def rms_norm_both(
 
 
 def allocate_quantised(
-    x: torch.Tensor, width: int, values: torch.dtype, group: int = 0
+    x: torch.Tensor, width: int, values: torch.dtype, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate the quantised values and scales of the rows of `x`, with `width` columns. A row has one scale,
     or one per `group` columns if `group` is not 0. The scales of a group are then adjacent in memory, and
@@ -81,7 +81,7 @@ def allocate_quantised(
     if not group:
         scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
         return torch.empty((rows, width), dtype=values, device=x.device), scales
-    padded = triton.cdiv(rows, 4) * 4
+    padded = scales_stride.fn(rows)
     scales = torch.empty((triton.cdiv(width, group), padded), dtype=torch.float32, device=x.device)
     return torch.empty((padded, width), dtype=values, device=x.device)[:rows], scales.t()[:rows]
 

@@ -8,21 +8,23 @@ rules in `linear_plans` choose the kernel.
 
 Each GEMM is fused with the operations on its input and its result. RMSNorm and the quantisation of x are the
 GEMM's prologue. Bias, residual and SwiGLU are its epilogue. With one row, every program normalises and
-quantises the row itself. With more rows, the norm and the quantisation are a separate launch, or two
-consecutive GEMMs share the norm (`kernels.DeferredNorm`). To share a norm, the first GEMM multiplies its
-result by the norm's gain and sums the squares. The second GEMM multiplies its sums by each token's remaining
-factor.
+quantises the row itself. With more rows, and for weights with one scale per block, the norm and the
+quantisation are a separate launch, or two consecutive GEMMs share the norm (`kernels.DeferredNorm`). To share
+a norm, the first GEMM multiplies its result by the norm's gain and sums the squares. The second GEMM
+multiplies its sums by each token's remaining factor.
 
 Rounding:
 - x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
-  divided by its scale (its largest magnitude / 448) and rounded to e4m3, as in `reference.quantise_fp8`.
+  divided by its scale (its largest magnitude / 448) and rounded to e4m3, as in `reference.quantise_fp8`. For
+  weights with one scale per block, each group of a row's columns has its own scale.
 - A shared norm rounds x × gain once, whereas the reference rounds x × factor × gain once. The relative error
   is the same if x × gain is within the dtype's range. With float16, x × gain may exceed this range.
 - Sums are computed in float32. Bias and residual are added to the float32 sum, which is rounded once to the
   dtype of `out`. The reference rounds before it adds a residual.
 - SwiGLU rounds gate, up and silu(gate), as the reference does.
-- FP8 GEMMs of one row are exact in float32. With more rows, the tensor cores keep only about 14 bits of a
-  sum. The total relative error is then 2e-3 to 4e-3, including 1.7e-3 from rounding to bfloat16.
+- FP8 GEMMs of one row with one scale per output are exact in float32. All others use the tensor cores, which
+  keep only about 14 bits of a sum. The total relative error is then 2e-3 to 4e-3, including 1.7e-3 from
+  rounding to bfloat16.
 
 No function in this module waits for the device, and all launches can be captured in CUDA graphs. Programmatic
 dependent launch (PDL) does not change any bit of a result, because the order of every sum is fixed.
@@ -39,8 +41,9 @@ import triton.language as tl
 
 from kernels import DeferredNorm
 from kernels.triton import fused
-from kernels.triton.linear_plans import FusedOps, GemmPlan
-from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv, scales_shape
+from kernels.triton.block_scales import check_scales
+from kernels.triton.linear_plans import ALIGNMENT, FusedOps, GemmPlan
+from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv
 from kernels.triton.linear_table import Table
 
 __all__ = ["Workspace", "allocate_deferred_norm", "allocate_workspace", "linear", "linear_fp8", "quantise"]
@@ -128,7 +131,8 @@ def linear_fp8(
     plan: GemmPlan | None = None,
 ) -> torch.Tensor:
     """Compute `linear` with e4m3 weights `[N, K]` and x quantised per token. `weight_scale [N]` contains each
-    weight row's float32 scale.
+    weight row's float32 scale. Raises ValueError if shapes, dtypes or strides do not match, or if the kernels
+    do not support `block` or `plan`.
 
     x: `[rows, K]`, either in the model's dtype or in e4m3. If x is in the model's dtype, it is quantised
     after the optional RMSNorm. If x is in e4m3, it has float32 scales `x_scale`, `[rows]` or `[rows, 1]`,
@@ -144,17 +148,11 @@ def linear_fp8(
     dtype = x.dtype if x_scale is None else dtype
     if x_scale is not None and norm_weight is not None:
         raise ValueError("x_scale and norm_weight are both given; the norm needs x before quantisation")
-    (n, k), group = weight.shape, 0 if block is None else block[1]
-    expected = tuple(scales_shape(weight.shape, block))
-    if weight_scale.shape != expected or weight_scale.dtype != torch.float32:
+    check_scales(x, x_scale, weight, weight_scale, block)
+    (n, k), rows, group = weight.shape, len(x), 0 if block is None else block[1]
+    if group and k % ALIGNMENT:
         raise ValueError(
-            f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; expected float32 {expected}"
-        )
-    rows = x.shape[0]
-    groups = (rows, triton.cdiv(k, group)) if group else None
-    if groups is not None and x_scale is not None and x_scale.shape != groups:
-        raise ValueError(
-            f"x_scale is {tuple(x_scale.shape)}; expected {groups}, one scale per {group} columns"
+            f"weight has {k} inputs; with one scale per block, expected a multiple of {ALIGNMENT}"
         )
     # Use a kernel for several rows: the one-row kernels quantise x themselves and cannot process a row that
     # is already quantised.
@@ -243,9 +241,10 @@ def _launch(
     pdl: bool,
     block: tuple[int, int] | None = None,
 ) -> None:
-    if block is not None and not plan.tiled:
+    if block is not None and (not plan.tiled or block[1] % plan.block_k):
         raise ValueError(
-            f"plan has form {plan.form!r}; only 'dot' and 'tiles' support weights with one scale per block"
+            f"plan has form {plan.form!r} and block_k {plan.block_k}; weights with one scale per block of "
+            f"{block[1]} columns need 'dot' or 'tiles', and a block_k that divides this number of columns"
         )
     if plan.form == "gemv":
         launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)

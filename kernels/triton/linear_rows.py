@@ -60,13 +60,6 @@ def check_results(out: torch.Tensor, residual: torch.Tensor | None, shape: tuple
             raise ValueError(f"{name} is {tuple(tensor.shape)}; expected {shape}, contiguous")
 
 
-def scales_shape(shape: torch.Size, block: tuple[int, int] | None) -> torch.Size:
-    """Return the shape of the scales of weights `[…, N, K]` with one scale per row, or one per block."""
-    if block is None:
-        return shape[:-1]
-    return torch.Size((*shape[:-2], triton.cdiv(shape[-2], block[0]), triton.cdiv(shape[-1], block[1])))
-
-
 def launch_gemv(
     plan: GemmPlan,
     x: torch.Tensor,

@@ -106,7 +106,7 @@ def test_the_linears_of_layers_with_experts_are_found(tmp_path: Path) -> None:
     with torch.inference_mode():
         layers = LayerChain(served, CPU, GPU)
         layers.set_rows(3)
-    attention, dense, shared = [(256, 256), (512, 256)], [(256, 512), (1024, 256)], [(256, 192), (384, 256)]
+    attention, dense, shared = [(256, 256), (512, 256)], [(256, 512), (1024, 256)], [(256, 384), (768, 256)]
     shapes = {*attention, *dense, *shared, (1, 256)}  # the last shape is the gate of the shared expert
     assert {*layers.products} == {Product(torch.float32, n, k) for n, k in shapes}
 

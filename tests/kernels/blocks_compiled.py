@@ -15,7 +15,7 @@ from triton import knobs
 
 from kernels import Experts, Fp8Weight, Residual, compiling
 from kernels.cuda import CudaOps
-from kernels.triton.linear_rows import scales_shape
+from kernels.triton.block_scales import scales_shape
 
 GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 TOKENS = (1, 16, 64, 512, 8192)

@@ -161,15 +161,6 @@ def test_swiglu_is_quantised_in_groups_as_in_a_separate_launch() -> None:
     assert together[1].shape == (5, 4) and together[1].stride() == (1, 8)
 
 
-def test_many_rows_are_multiplied_by_blocks_in_large_tiles() -> None:
-    weight = blocks(160, 256, seed=1, block=(32, 128), values=torch.float32)
-    x = uneven(random_tensor(150, 256, seed=2, dtype=torch.float32))
-    large = linear_plans.GemmPlan("dot", 128, 128, 64, warps=8, stages=2)
-    options = {"block": weight.block, "plan": large, "pdl": False}
-    found = linear.linear_fp8(x, weight.values, weight.scales, **options)
-    close(found, x @ dequantised(weight).T)
-
-
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("shape", [(200, 512, (128, 128)), (160, 384, (32, 64))], ids=str)
@@ -204,7 +195,7 @@ def test_no_blocks_are_written_past_the_last_token() -> None:
     assert out[70:].eq(POISON).all()
 
 
-def test_inputs_are_quantised_once_for_two_products_with_blocks() -> None:
+def test_inputs_that_are_already_quantised_are_multiplied_by_blocks() -> None:
     weight = blocks(96, 192, seed=1, block=(64, 64), values=torch.float32)
     x = uneven(random_tensor(5, 192, seed=2, dtype=torch.float32))
     quantised: Activation = Fp8Activation(
@@ -214,14 +205,30 @@ def test_inputs_are_quantised_once_for_two_products_with_blocks() -> None:
     close(found, x @ dequantised(weight).T)
 
 
-def test_blocks_need_the_dot_kernel_and_scales_of_their_shape() -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"plan": linear_plans.GemmPlan("gemv", 1, 8, 64, warps=4)}, "'gemv' .* need 'dot' or 'tiles'"),
+        ({"plan": linear_plans.GemmPlan("dot", 16, 32, 128, warps=4)}, "block_k 128; .* block of 64 columns"),
+        ({"block": (64, 48)}, r"block is \(64, 48\); expected .* a power of two of at least 32 columns"),
+        ({"block": (64, 128)}, r"weight_scale is .* \(2, 3\); expected float32 \(2, 2\)"),
+        ({"x_scale": torch.ones(1, 2)}, r"x_scale is \(1, 2\) with strides \(2, 1\); expected \(1, 3\)"),
+        ({"x_scale": torch.ones(1, 3)}, r"with strides \(3, 1\); expected \(1, 3\) with strides \(1, 4\)"),
+    ],
+    ids=["plan's form", "plan's step", "block", "weight's scales", "groups", "strides"],
+)
+def test_unsupported_blocks_and_scales_are_refused(changes: dict, message: str) -> None:
     weight = blocks(96, 192, seed=1, block=(64, 64), values=torch.float32)
-    x = random_tensor(5, 192, seed=2, dtype=torch.float32)
-    plan = linear_plans.GemmPlan("gemv", 1, 8, 64, warps=4)
-    with pytest.raises(ValueError, match="only 'dot' and 'tiles' support"):
-        linear.linear_fp8(x[:1], weight.values, weight.scales, block=weight.block, plan=plan, pdl=False)
-    with pytest.raises(ValueError, match=r"expected float32 \(2, 3\)"):
-        linear.linear_fp8(x, weight.values, weight.scales[:1], block=weight.block, pdl=False)
+    x = random_tensor(1, 192, seed=2, dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        linear.linear_fp8(x, weight.values, weight.scales, **{"block": weight.block, "pdl": False, **changes})
+
+
+def test_dense_blocks_need_a_multiple_of_64_inputs() -> None:
+    weight = blocks(64, 96, seed=1, block=(64, 32), values=torch.float32)
+    x = random_tensor(1, 96, seed=2, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"weight has 96 inputs; .* a multiple of 64"):
+        linear.linear_fp8(x, weight.values, weight.scales, block=weight.block, pdl=False)
 
 
 LAYERS = [
