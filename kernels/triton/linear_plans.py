@@ -1,5 +1,5 @@
-"""The rules for GEMMs with few rows that have no entry in a `linear_table`. The rules either select cuBLAS or
-determine how the GEMM is divided into programs.
+"""The rules for GEMMs that have no entry in a `linear_table`. The rules either select cuBLAS or determine how
+the GEMM is divided into programs.
 
 The constants are the best values measured on an H200 for the shapes of an 8B decoder
 (docs/performance-notes-linear.md). This module does not import Triton, so plans can be created and tested on
@@ -18,7 +18,8 @@ from kernels import DeferredNorm
 MAX_ROWS = 64
 """Maximum number of rows for which a plan is chosen. With more, the GEMM is no longer limited by memory
 bandwidth, and cuBLAS is faster. For e4m3 weights with few outputs, the limit is twice as high, because cuBLAS
-reads them at only a third of the memory bandwidth."""
+reads them at only a third of the memory bandwidth. Weights with one scale per block have other rules
+(`choose`)."""
 
 MAX_SPLIT_PROGRAMS = 180
 """Maximum number of programs for a split-K GEMM. The number of splits is doubled until another doubling would
@@ -27,6 +28,9 @@ exceed this limit."""
 HOPPER_SHARED = 227 << 10
 """Shared memory, in bytes, available to a program on a Hopper GPU. The rules were derived from measurements
 on Hopper GPUs."""
+
+MULTIPROCESSORS = 132
+"""Number of multiprocessors of an H100 or H200."""
 
 _SHARED_BESIDE = 2 << 10
 """Upper bound, in bytes, on the shared memory that a program uses in addition to its tiles."""
@@ -61,7 +65,7 @@ class GemmPlan:
 
     @property
     def tiled(self) -> bool:
-        """Whether each program's tile contains all tokens. If not, the GEMM cannot share a norm."""
+        """Whether each program computes a tile of several tokens. If not, the GEMM cannot share a norm."""
         return self.form in ("dot", "tiles")
 
 
@@ -169,9 +173,9 @@ def _dot(rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan:
 
 
 def _library_supports_blocks(n: int, k: int, block: tuple[int, int]) -> bool:
-    """Return whether cuBLAS on a Hopper GPU multiplies a weight with these blocks. The rows of the weight's
-    scales must be multiples of 16 bytes. If torch was built without CUDA, kernels are compiled for another
-    machine, which is assumed to have a new version."""
+    """Return whether cuBLAS on a Hopper GPU supports a weight with these blocks. CUDA must be version 12.9 or
+    later, and each row of the weight's scales must have a multiple of 16 bytes. If torch was built without
+    CUDA, kernels are compiled for another machine, and the function assumes that its version suffices."""
     version = torch.version.cuda
     new = version is None or tuple(int(part) for part in version.split(".")[:2]) >= (12, 9)
     return new and block == (128, 128) and n % 128 == 0 and k % 512 == 0
@@ -179,16 +183,16 @@ def _library_supports_blocks(n: int, k: int, block: tuple[int, int]) -> bool:
 
 def _most_rows_of_tiles(n: int, k: int) -> int:
     """Return the maximum number of rows for which `tiles` multiplies a weight with blocks faster than cuBLAS,
-    which has too few programs for a weight with long and few rows."""
+    which has too few programs for a weight with few, long rows."""
     return 2 * MAX_ROWS if k >= 8192 and n <= 4096 else MAX_ROWS
 
 
 def _tiles(rows: int, n: int, k: int) -> GemmPlan:
     """Return the plan of `tiles` for a weight with one scale per block. Two programs fit on a multiprocessor.
-    K is split as long as there are at most two programs per multiprocessor (with many tokens, whose partial
-    sums take longer, 1.5), or if a program would have more than 32 steps."""
+    The split of K is doubled as long as there are at most two programs per multiprocessor (1.5 with more than
+    16 rows, whose partial sums take longer), and also if a program would have more than 32 steps."""
     plan = GemmPlan("tiles", max(8, _power_of_2(rows)), 64, 128, warps=4)
-    most_programs = 264 if rows <= 16 else 198
+    most_programs = MULTIPROCESSORS * (4 if rows <= 16 else 3) // 2
     while k % (2 * plan.split * 128) == 0:
         more = replace(plan, split=2 * plan.split)
         few = -(-n // plan.block_n) * more.split <= most_programs and k // more.split >= 4 * 128
@@ -201,9 +205,9 @@ def _tiles(rows: int, n: int, k: int) -> GemmPlan:
 
 
 def _blocks(rows: int, n: int, k: int, dtype: torch.dtype, group: int, hopper: bool) -> GemmPlan:
-    """Return the plan for a weight with one scale per block. Each step's columns belong to one block. `dot`
-    computes many rows in tiles of 64, because larger tiles spill registers: the sums of one block are kept
-    separate from the total."""
+    """Return the plan of `tiles` or `dot` for a weight with one scale per block. Each step's columns belong
+    to one block. `dot` computes many rows in tiles of 64. Larger tiles spill registers, because the registers
+    hold a step's sums in addition to the total."""
     if hopper and rows <= _most_rows_of_tiles(n, k) and group % 128 == 0 and k % 128 == 0:
         return _tiles(rows, n, k)
     if rows <= MAX_ROWS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
+from kernels.triton.linear_plans import HOPPER_SHARED, MULTIPROCESSORS, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
@@ -22,10 +22,6 @@ multiprocessor. Programs of the next GEMM can then load weights while those of t
 WHOLE_SHARED = 216 << 10
 """Maximum shared memory, in bytes, for the pipeline stages of a `tiles` program that has a multiprocessor to
 itself. The rest is for the exchange of sums between warps."""
-
-MULTIPROCESSORS = 132
-"""Number of multiprocessors of an H100 or H200. With at most this many programs, each may have a
-multiprocessor to itself."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
