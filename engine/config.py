@@ -26,9 +26,9 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 FP8_BLOCK = 128
 """Side length, in elements, of the square blocks in an FP8 matrix with one scale per block."""
 
-MIN_FP8_COLUMNS = 64
-"""Smallest number of columns of an FP8 block for which there are GPU kernels. A rank's blocks are narrower if
-its part of a matrix is not a multiple of this."""
+FP8_BLOCK_INPUTS = 64
+"""On a GPU, the number of inputs of a rank's FP8 matrix with one scale per block must be a multiple of this
+(`kernels.triton.linear_plans.ALIGNMENT`)."""
 
 DENSE, EXPERTS = "dense", "experts"
 """Layer kinds: a dense layer has an MLP, and an experts layer has a mixture of experts."""

@@ -17,7 +17,7 @@ import torch
 
 from engine import memory
 from engine.ceilings import min_times
-from engine.config import MIN_FP8_COLUMNS, ModelConfig
+from engine.config import FP8_BLOCK_INPUTS, ModelConfig
 from engine.core import LaunchedStep
 from engine.device import device_name, select_device
 from engine.device_tables import Padding, SlotTables
@@ -112,8 +112,8 @@ class ModelRunner:
                 "converting the checkpoint's FP8 block scales to one scale per output: %s",
                 'quantization is "fp8"'
                 if spec.quantization == FP8
-                else f"with {ranks.size} ranks, the inputs of a rank's matrices are not all multiples of "
-                f"{MIN_FP8_COLUMNS}, which the GPU kernels need for block scales",
+                else f"with tensor_parallel_size = {ranks.size}, the number of inputs of a rank's matrices "
+                f"is not always a multiple of {FP8_BLOCK_INPUTS}, as the GPU kernels need for block scales",
             )
         self.kv_cache_dtype: KvDType = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()

@@ -15,7 +15,7 @@ from typing import Final
 from engine.config import (
     DTYPE_BYTES,
     EXPERTS,
-    MIN_FP8_COLUMNS,
+    FP8_BLOCK_INPUTS,
     CheckpointError,
     ModelConfig,
     ModelError,
@@ -187,8 +187,8 @@ def weights_dtype(
     tensor_parallel_size: int,
 ) -> WeightsDType:
     """Return the dtype of a replica's layer matrices: `dtype`, "fp8" or "fp8-block". If the GPU kernels do
-    not support a rank's blocks, matrices with one scale per block are converted on loading to one scale per
-    output ("fp8"). Raises UnsupportedError if the model cannot be split across the ranks.
+    not support the blocks of a rank's matrices, all matrices are converted on loading to one scale per output
+    ("fp8"). Raises UnsupportedError if the model cannot be split across the ranks.
     """
     if quantization == FP8 or (config.fp8 and not config.fp8_blocks):
         return FP8
@@ -197,8 +197,8 @@ def weights_dtype(
     if not on_gpu or dtype == "float32":  # the reference implementation supports all blocks
         return FP8_BLOCKS
     matrices = _matrices(config, config.shard(tensor_parallel_size, 0))
-    wide = all((each.column_part or each.inputs) % MIN_FP8_COLUMNS == 0 for each in matrices)
-    return FP8_BLOCKS if wide else FP8
+    supported = all(each.inputs % FP8_BLOCK_INPUTS == 0 for each in matrices)
+    return FP8_BLOCKS if supported else FP8
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import CheckpointError
+from engine.config import FP8_BLOCK_INPUTS, CheckpointError
 from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
@@ -20,6 +20,7 @@ from engine.progress import no_progress
 from engine.sizing import weights_dtype
 from kernels import Fp8Weight, select_backend
 from kernels.reference import dequantise, quantise_blocks, quantise_fp8, round_in_groups
+from kernels.triton.linear_plans import ALIGNMENT
 from tests.engine.running.thread_ranks import on_ranks
 
 from .checkpoints import (
@@ -182,6 +183,7 @@ def test_a_gpu_computes_with_blocks_if_the_parts_of_ranks_are_wide_enough(width:
 
     assert found("bfloat16", 1) == found("float16", 1) == "fp8-block"
     assert found("bfloat16", 2) == ("fp8-block" if width == 256 else "fp8")  # otherwise, parts of 160 or 96
+    assert FP8_BLOCK_INPUTS == ALIGNMENT
     assert found("float32", 2) == found("bfloat16", 2, on_gpu=False) == "fp8-block"
     assert found("bfloat16", 1, on_gpu=False, quantization="fp8") == "fp8"
 
