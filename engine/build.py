@@ -84,8 +84,8 @@ def read_served(
 
     `dtype` is the model's dtype, or None for the checkpoint's dtype. If `fp8` is true, matrices that are not
     already quantised in the checkpoint are quantised to FP8, and block scales are converted to one scale per
-    output. Raises CheckpointError if the files cannot be
-    used, and UnsupportedError if the GPU kernels do not support the model with these options.
+    output. Raises CheckpointError if the files cannot be used, and UnsupportedError if the GPU kernels do not
+    support the model with these options.
     """
     config = read_config(folder)
     if expert_parallel:

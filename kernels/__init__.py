@@ -37,8 +37,8 @@ class Fp8Weight:
     set, one scale per block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
     """Rows and columns per block, or None for one scale per row. With blocks, each token's inputs are
-    quantised in groups of `columns` values, and each group has its own scale. The GPU kernels need a power
-    of two of at least 32 columns, and, without experts, a multiple of 64 inputs."""
+    quantised in groups of `columns` values, and each group has its own scale. The GPU kernels support blocks
+    of 32, 64, 128 or more columns (powers of two). Outside of experts, `in` must be a multiple of 64."""
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -99,8 +99,8 @@ class NextNorm:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """One rank's part of a mixture-of-experts layer: the router and this rank's experts. Each expert is an
-    MLP with SwiGLU. With FP8, each `Fp8Weight` has an extra first dimension: values [experts, out, in] and
-    scales [experts, out] (or those of each expert's blocks)."""
+    MLP with SwiGLU. With FP8, each `Fp8Weight` has an extra first dimension: values [experts, out, in], and
+    scales [experts, out] or, with blocks, [experts, ⌈out / rows⌉, ⌈in / columns⌉]."""
 
     router: torch.Tensor
     """The router's matrix in the model's dtype: [experts of all ranks, hidden]."""

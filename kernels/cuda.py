@@ -71,7 +71,7 @@ class CudaOps:
     pdl: whether the device supports programmatic dependent launch (`kernels.PDL_FROM`). Kernels that use PDL
       do not compile for other devices.
     hopper_multiprocessors: number of multiprocessors of a Hopper GPU (compute capability 9), or 0 for other
-      GPUs. Hopper GPUs use a separate kernel for long prompts.
+      GPUs. Hopper GPUs use separate kernels for long prompts and for weights with one scale per block.
     """
 
     name = "cuda"
@@ -135,7 +135,7 @@ class CudaOps:
             block, dtype = weight.block, weight.values.dtype
             if self._plan(len(x.values), weight.values, block) is None:
                 # torch's FP8 GEMM cannot fuse SwiGLU, so a single kernel computes SwiGLU and quantises the
-                # result. The rows of this weight's blocks are the columns of the next weight's.
+                # result. torch's GEMM needs square blocks, and the next weight has blocks of the same size.
                 product, group = self._norm_product(*normed, bias=bias), 0 if block is None else block[0]
                 quantised = fused.silu_mul_fp8(product, values=dtype, group=group, pdl=self.pdl)
                 return Fp8Activation(*quantised, product.dtype)

@@ -27,7 +27,8 @@ def lone_rank(size: int, device: torch.device, *, pdl: bool) -> Ranks:
     group = UnconnectedRanks(size, 0)
     if size == 1 or device.type == "cpu":
         return group
-    limits = replace(limits_of(size), two_shot_bytes=limits_of(size).group_bytes, quantised_rows=range(0))
+    limits = limits_of(size)
+    limits = replace(limits, two_shot_bytes=limits.group_bytes, quantised_rows=range(0))
     return PeerRanks(group, _LoneMemory(device), pdl=pdl, limits=limits)
 
 

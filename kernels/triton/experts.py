@@ -163,11 +163,9 @@ def _first(experts: Experts) -> int | None:
 
 def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int] | None]:
     """Return a weight's values, its scales if it is quantised, and the size of its blocks if it has any."""
-    return (
-        (weight.values, weight.scales, weight.block)
-        if isinstance(weight, Fp8Weight)
-        else (weight, None, None)
-    )
+    if not isinstance(weight, Fp8Weight):
+        return weight, None, None
+    return weight.values, weight.scales, weight.block
 
 
 def _group(weight: Weight) -> int:

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
 """Contains the kernel that `experts_many` launches for each of the experts' two GEMMs. It has a fixed number
 of programs, which read the number of groups on the device and compute one tile after another. The weight is
-the 64-row operand of the tensor-core instruction, so small tiles suffice for experts with few tokens. Even if
-a plan specifies large tiles, groups with few (token, expert) pairs use smaller ones.
+the 64-row operand of the tensor-core instruction, so small tiles suffice for experts with few tokens. With
+one scale per block and many tokens, the tokens are this operand (`_compute_halves`). Even if a plan specifies
+large tiles, groups with few (token, expert) pairs use smaller ones.
 """
 
 from __future__ import annotations
@@ -212,10 +213,10 @@ def _compute_halves(
     GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr,
 ):
-    """Compute one tile of `_grouped` with one scale per block for many choices. The two halves of the weight
-    rows are multiplied one after another, because the registers hold the products of one half beside all
-    sums. With UP, the halves are gate and up. The choices are the first operand, so that a thread has few of
-    them, and loads few scales."""
+    """Compute one tile of `_grouped` for many choices and a weight with one scale per block. The two halves
+    of the weight rows are multiplied one after another. The registers then hold a step's product for only one
+    half, in addition to the sums of both. With UP, the halves are gate and up. The choices are the first
+    operand, so that each thread computes few of them and loads few scales."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = HALF if UP else 2 * HALF
     expert = expert.to(tl.int64)

@@ -205,8 +205,8 @@ def _grouped(mean: float, size: int) -> ExpertsPlan:
 
 
 def _for_blocks(plan: ExpertsPlan, group: int) -> ExpertsPlan:
-    """Return the plan with steps of columns of one block, or of complete blocks for `gemv`. The values are
-    the best measured on an H200 (docs/performance-notes-experts.md)."""
+    """Return the plan, adjusted so that the columns of each step belong to one block or, with `gemv`, are
+    complete blocks. The values are the best measured on an H200 (docs/performance-notes-experts.md)."""
     if plan.form == "gemv":
         return replace(plan, block_n=8, block_k=max(plan.block_k, group))
     if plan.rows >= 64:

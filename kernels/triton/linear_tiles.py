@@ -13,8 +13,9 @@ Each stage has a barrier in shared memory that counts the bytes of its two tiles
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
 projection.
 
-If the weight has one scale per block, each step's columns belong to one block. A step's scales are loaded
-during the step before it, and its product is multiplied by them and added in float32.
+If the weight has one scale per block, each step's columns belong to one block. The scales of all steps are
+copied to shared memory before the first step. Each step multiplies its product by its scales and adds it to
+the total in float32.
 """
 
 from __future__ import annotations
