@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -43,14 +43,10 @@ FORMS = (
     Form("FP8 weights", "fp8", "auto", 0.005),
     Form("FP8 KV", "auto", "fp8", 0.003),
     Form("FP8 weights and KV", "fp8", "fp8", 0.008),
-)
-BLOCK_FORMS = (
     Form("FP8 blocks", "auto", "auto", 0.005, blocks=True),
+    # Converted to one scale per output. This rounds a second time, so twice the loss is accepted.
     Form("FP8 blocks, converted", "fp8", "auto", 0.010, blocks=True),
 )
-"""Variants of an FP8 checkpoint with one scale per block. The first is computed with these scales. The second
-is converted to one scale per output; the conversion rounds a second time, so twice
-the loss is accepted."""
 MIN_KEPT = 0.97
 """Minimum fraction of the unquantised model's correct answers that the variant must also answer correctly."""
 
@@ -98,16 +94,15 @@ def measure(
     *,
     asked: int | None = None,
     windows: int | None = None,
-    forms: Iterable[Form] = FORMS,
     model: Path = DEMO,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Score]:
-    """Return the scores of `forms`. The first of them must be unquantised. `asked` and `windows` are the
-    numbers of questions and of windows of held-out text to use, selected at even intervals; None uses all.
-    `model` is the folder of a model with the demo model's tokenizer."""
+    """Return the scores of FORMS. `asked` and `windows` are the numbers of questions and of windows of
+    held-out text to use, selected at even intervals; None uses all. `model` is the folder of a model with the
+    demo model's tokenizer."""
     first: _Run | None = None
     scores = []
-    for form in forms:
+    for form in FORMS:
         progress(f"{device} {dtype}: {form.name}")
         run = _run(model, device, dtype, form, asked, windows)
         first = first or run
