@@ -52,7 +52,7 @@ def test_a_prompt_takes_the_path_that_the_page_names(tmp_path: Path, monkeypatch
     phase.write_bytes(b"\0")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests/system/function_trace'}:{ROOT}")
     monkeypatch.setenv("APPLIANCE_TRACE", str(tmp_path))
-    with service() as running:
+    with service(kind=Service) as running:
         ask(running, 1)
         enter(phase, 1)
         wait_for_samples(running, 5)

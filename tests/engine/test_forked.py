@@ -18,7 +18,8 @@ SHOW = """
 import json, os, sys
 os.write(int(sys.argv[1]), b"to the pipe")
 leads = os.getsid(0) == os.getpid()
-print(json.dumps([os.getppid(), leads, os.environ.get("GIVEN"), os.getcwd(), "torch" in sys.modules]))
+words = open("/proc/self/cmdline").read().split("\\0")[:5]
+print(json.dumps([os.getppid(), leads, os.environ.get("GIVEN"), os.getcwd(), words, "torch" in sys.modules]))
 print(sys.stdin.read().upper(), file=sys.stderr)
 sys.exit(7)
 """
@@ -39,8 +40,9 @@ def test_output_exit_code_descriptors_and_environment_are_those_of_popen(
     start: Any, session: bool, environment: dict[str, str], tmp_path: Path
 ) -> None:
     reading, writing = os.pipe()
+    words = [sys.executable, "-P", "-m", "show", str(writing)]
     with start(
-        [sys.executable, "-P", "-m", "show", str(writing)],
+        words,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -52,7 +54,7 @@ def test_output_exit_code_descriptors_and_environment_are_those_of_popen(
     ) as process:
         os.close(writing)
         out, err = process.communicate("input", timeout=600)
-    expected = [os.getpid(), session, "value", str(tmp_path), start is ForkedPopen]
+    expected = [os.getpid(), session, "value", str(tmp_path), words, start is ForkedPopen]
     assert (json.loads(out), err, process.returncode) == (expected, "INPUT\n", 7)
     assert (os.read(reading, 64), os.read(reading, 64)) == (b"to the pipe", b"")
     os.close(reading)

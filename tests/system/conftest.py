@@ -13,5 +13,5 @@ from tests.system.service import Service, service
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Service]:
     """Start the shipped model with a Unix and a TCP socket. Tests that do not change the service share it."""
-    with service("--listen", f"127.0.0.1:{free_port()}", "--fronts", "2") as running:
+    with service("--listen", f"127.0.0.1:{free_port()}", "--fronts", "2", kind=Service) as running:
         yield running

@@ -73,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "appliance.toml"
         config.write_text("fronts = 2\n[models]\n")
-        with service("--config", str(config)) as running:
+        with service("--config", str(config), kind=Service) as running:
             sleeps = Sleeps(running, Path(folder))
             sleeps.rounds(10)
             before = sleeps.usage()

@@ -1,4 +1,4 @@
-"""A real service in real processes, started as an operator would start it."""
+"""A real service in real processes, started as an operator would start it, or forked to save CPU time."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import psutil
 from appliance.actions.parameters import CreateKey, CreateTenant
 from appliance.client import AdminClient
 from store.requests import RequestFilter, RequestReader
+from tests.forked import ForkedPopen, is_server
 from tests.system.commands import run_appliance
 
 APPLIANCE = str(Path(sys.executable).with_name("appliance"))
@@ -46,10 +47,10 @@ class Service:
         self.process: subprocess.Popen[bytes]
 
     def start(self) -> Service:
-        command = [APPLIANCE, "serve", "--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir)]
+        words = ["serve", "--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir), *self.flags]
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, *self.flags],
+            self.process = self._popen(
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -58,6 +59,10 @@ class Service:
             )
         self.wait_until(self.ready, 180, "the service to be ready")
         return self
+
+    def _popen(self, words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start `appliance` with these arguments. `options` are those of `subprocess.Popen`."""
+        return subprocess.Popen([APPLIANCE, *words], **options)
 
     def ready(self) -> bool:
         if self.process.poll() is not None:
@@ -137,10 +142,9 @@ class Service:
         return rows
 
     def descendants(self) -> list[psutil.Process]:
-        """Return the processes of all fronts and ranks. Processes that render chat templates are omitted,
-        because they exit with their front."""
+        """Return the processes of all fronts and ranks. Other processes exit with their parent."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if not renders_templates(child)]
+        return [child for child in children if not renders_templates(child) and not is_server(child)]
 
     def client(self, **options: Any) -> openai.OpenAI:
         """Return an `openai` client on the Unix socket."""
@@ -167,6 +171,15 @@ class Service:
             return http.post("/v1/completions", json=body | fields)
 
 
+class Forked(Service):
+    """A service whose core, fronts and ranks are forks of a process that has already imported their modules.
+    Its start takes a third of the CPU time. Tests that measure or limit the memory of these processes, or
+    change what their interpreters do, need a `Service`."""
+
+    def _popen(self, words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return ForkedPopen([sys.executable, "-m", "appliance.cli", *words], **options)
+
+
 def renders_templates(process: psutil.Process) -> bool:
     """Return whether this process renders chat templates for a front."""
     try:
@@ -176,7 +189,7 @@ def renders_templates(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def service(*flags: str, kind: type[Service] = Service) -> Iterator[Service]:
+def service(*flags: str, kind: type[Service] = Forked) -> Iterator[Service]:
     """Start a service. At the end of the block, kill it together with all processes that it started, which is
     faster than stopping it."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))

@@ -55,7 +55,7 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
         f'listen = "127.0.0.1:{free_port()}"\nfronts = {fronts}\n[metrics]\n'
         f'listen = "127.0.0.1:{free_port()}"\n[limits]\n{limits}\n'
     )
-    with service("--config", str(settings), *flags) as running:
+    with service("--config", str(settings), *flags, kind=Service) as running:
         running.tenant("acme")
         yield Target(running, tcp_address(running), tcp_address(running, "metrics"), running.key("k", "acme"))
 

@@ -64,7 +64,7 @@ def clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch, setting: Path) -> Ite
         # ten times slower.
         patched.setenv("FAKETIME_CACHE_DURATION", "1")
         patched.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-        context = service()
+        context = service(kind=Service)
         started = context.__enter__()
     try:
         yield started

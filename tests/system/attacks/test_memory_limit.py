@@ -34,7 +34,7 @@ def limited(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     command.chmod(0o755)
     with monkeypatch.context() as patched:
         patched.setattr(tests.system.service, "APPLIANCE", str(command))
-        with service() as running:
+        with service(kind=Service) as running:
             patched.undo()
             yield running
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import write_constant_checkpoint
-from tests.system.service import service
+from tests.system.service import Service, service
 from tests.system.usage import MEGABYTE, fill_kv_cache
 
 pytestmark = pytest.mark.system
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.system
 def test_memory_rises_with_the_first_use_of_each_kv_block_and_then_stays(tmp_path: Path) -> None:
     draw, blocks = random.Random(11), 4000
     model = write_constant_checkpoint(tmp_path / "demo", token_id=100)
-    with service("--model", f"demo={model}", "--kv-blocks", str(blocks)) as running:
+    with service("--model", f"demo={model}", "--kv-blocks", str(blocks), kind=Service) as running:
         kv_mb = running.replica()["kv_bytes"] / MEGABYTE
         # The first prompts of this length also allocate a workspace and compile kernels, so they are not
         # measured.
