@@ -87,15 +87,16 @@ class Alternating:
             self.failures.append(f"{model} answered with the tokens {tokens}")
         self.answers.append(Answered(model, begun_at, first_s, len(tokens)))
 
-    def run(self, clients: dict[str, int], for_s: float, swaps: int = 0) -> float:
+    def run(self, clients: dict[str, int], for_s: float, swaps: int = 0, pause_s: float = 0.0) -> float:
         """Run the given number of clients per model for `for_s` seconds, and until there have been `swaps`
-        loads. Each client sends one request after another. Return the time until the last answer, in
-        seconds."""
+        loads. Each client sends a request `pause_s` seconds after each answer. Return the time until the last
+        answer, in seconds."""
         began, first = time.monotonic(), self.loads
 
         def send(model: str) -> None:
             while not self.failures and (time.monotonic() < began + for_s or self.loads < first + swaps):
                 self.ask(model)
+                time.sleep(pause_s)
 
         self.in_parallel([partial(send, name) for name, count in clients.items() for _ in range(count)])
         return time.monotonic() - began

@@ -51,7 +51,7 @@ def is_rank(process: psutil.Process) -> bool:
 class Streams:
     """Clients that send one stream after another to a name, and check each answer."""
 
-    def __init__(self, running: Service, name: str, count: int = STREAMS) -> None:
+    def __init__(self, running: Service, name: str, count: int) -> None:
         self.acknowledged = frozenset({1})
         """The versions that may answer new requests, unless a change is in progress."""
         self.changing = False
@@ -155,10 +155,11 @@ class Streams:
 
 
 class Swaps:
-    """A service with two versions of a model."""
+    """A service with two versions of a model, and the number of streams that run during the changes."""
 
-    def __init__(self, running: Service, folder: Path) -> None:
+    def __init__(self, running: Service, folder: Path, streams: int = STREAMS) -> None:
         self.running = running
+        self.streams = streams
         for token in TOKENS.values():
             checkpoint = write_constant_checkpoint(folder / f"chat-{token}", token)
             self.act(AddModel(name="chat", folder=str(checkpoint), settings=SETTINGS))
@@ -187,14 +188,14 @@ class Swaps:
     def swap_and_roll_back(self, rounds: int) -> int:
         """Swap the versions and roll back, `rounds` times each, while streams run. Return the number of
         answers. Raises AssertionError if a request fails or the wrong version answers it."""
-        clients = Streams(self.running, "chat", STREAMS)
+        clients = Streams(self.running, "chat", self.streams)
         try:
             for _ in range(rounds):
                 clients.change(lambda: self.act(SetDefaultModel(model="chat@2")), 2)
-                clients.wait_for_answers(STREAMS)
+                clients.wait_for_answers(self.streams)
                 self.wait_for_one(2)
                 clients.change(lambda: self.act(RollbackModel(name="chat")), 1)
-                clients.wait_for_answers(STREAMS)
+                clients.wait_for_answers(self.streams)
                 self.wait_for_one(1)
         finally:
             clients.stop()
@@ -205,13 +206,13 @@ class Swaps:
         """Point an alias at the two versions in turn while streams run. Return the number of answers."""
         self.act(LoadModel(model="chat@2", wait=True))
         self.act(SetAlias(name="assistant", target="chat@1"))
-        clients = Streams(self.running, "assistant", STREAMS)
+        clients = Streams(self.running, "assistant", self.streams)
         try:
             for _ in range(rounds):
                 for version in (2, 1):
                     action = SetAlias(name="assistant", target=f"chat@{version}")
                     clients.change(partial(self.act, action), version)
-                    clients.wait_for_answers(STREAMS)
+                    clients.wait_for_answers(self.streams)
         finally:
             clients.stop()
         assert not clients.failures, clients.failures[:5]
@@ -222,16 +223,16 @@ class Swaps:
         remove it again in turn. Afterwards, end the split and unload version 2. Return the number of
         answers."""
         self.act(LoadModel(model="chat@2", wait=True))
-        clients = Streams(self.running, "chat", STREAMS)
+        clients = Streams(self.running, "chat", self.streams)
         try:
             for _ in range(rounds):
                 for weights in ({"1": 50.0, "2": 50.0}, {"2": 1.0}, {"1": 70.0, "2": 30.0}, {"1": 1.0}):
                     action = SplitModel(name="chat", weights=weights)
                     clients.change(partial(self.act, action), *map(int, weights))
-                    clients.wait_for_answers(STREAMS)
+                    clients.wait_for_answers(self.streams)
                     clients.wait_for_versions(*map(int, weights))
             clients.change(partial(self.act, SplitModel(name="chat", weights=None)), 1)
-            clients.wait_for_answers(STREAMS)
+            clients.wait_for_answers(self.streams)
             self.act(UnloadModel(model="chat@2", wait=True))
             self.wait_for_one(1)
         finally:

@@ -35,6 +35,8 @@ from tests.system.service import Service, service
 STATES = ("load", "prompt", "decode", "swap", "drain")
 WITHIN_S = 180.0
 STREAMS = 4
+BYSTANDER_PAUSE_S = 0.5
+"""Pause between two streams to the other model. Without a pause, they would use most of the CPU time."""
 CONSTANT = 100
 """The token that version 2 of the model generates."""
 PROMPT = [7, *((11 * place) % 4000 + 10 for place in range(1199))]
@@ -109,6 +111,7 @@ class Bystander(threading.Thread):
             self.answers += 1
             if stream.error is not None or stream.token_ids != self._expected:
                 self.failures.append(f"{stream.error}, tokens {stream.token_ids}")
+            self._stopping.wait(BYSTANDER_PAUSE_S)
 
     def stop(self) -> None:
         """Stop after the running stream has ended."""

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -110,7 +111,9 @@ def answer(running: Service) -> str:
         )
 
 
-TOKENS_OF_RANKS = 150
+STREAMS_OF_CORE = 20
+"""Number of streams that run when the core is killed."""
+TOKENS_OF_RANKS = 100
 """Number of tokens per stream in a test with two ranks. The ranks share this machine's cores."""
 
 
@@ -160,13 +163,15 @@ def resubmitted_rows(running: Service, count: int) -> list[dict[str, Any]]:
     return rows if len(rows) == count else []
 
 
-def test_a_killed_front_closes_its_connections_and_no_others() -> None:
-    with service("--fronts", "2") as running:
-        fronts = running.status()["fronts"]
-        # Each stream must still run when the front is suspended.
-        streams = [Stream(running, max_tokens=900) for _ in range(6)]
+def test_a_killed_front_closes_its_connections_and_no_others(tmp_path: Path) -> None:
+    config = tmp_path / "appliance.toml"
+    config.write_text("fronts = 2\nhang_timeout_s = 600\n")
+    with service("--config", str(config)) as running:
+        fronts, rank = running.status()["fronts"], psutil.Process(running.replica()["pids"][0])
+        streams = [Stream(running, max_tokens=500) for _ in range(6)]
         for stream in streams:
             assert stream.begun.wait(120)
+        rank.suspend()  # no stream can end before the front is killed
         psutil.Process(fronts[0]["pid"]).suspend()
         accepted = running.status()["sockets"][0]["accepted"]
         # The front accepts some of these connections, but reads none of their data.
@@ -176,6 +181,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
         )
         psutil.Process(fronts[0]["pid"]).kill()
         wait_exited([fronts[0]["pid"]], 60.0)
+        rank.resume()
         for stream in unread:
             stream.join(180)
             assert stream.finish_reason == "length", stream.error
@@ -207,12 +213,12 @@ def test_a_killed_core_ends_all_processes_and_the_rows_survive() -> None:
             answer(running)
         running.wait_until(lambda: len(ended(running)) == 3, 60, "their rows")
         finished = ended(running)
-        with ThreadPoolExecutor(60) as pool:  # one of the 64 slots is reserved for other tenants
+        with ThreadPoolExecutor(STREAMS_OF_CORE) as pool:
             # The first streams must still run when the last has begun.
-            streams = list(pool.map(lambda _: Stream(running, max_tokens=1900), range(60)))
+            streams = list(pool.map(lambda _: Stream(running, max_tokens=1900), range(STREAMS_OF_CORE)))
         for stream in streams:
             assert stream.begun.wait(120)
-        running.wait_until(lambda: opened(running) == 60, 60, "their rows to be on the disk")
+        running.wait_until(lambda: opened(running) == STREAMS_OF_CORE, 60, "their rows to be on the disk")
         children = [process.pid for process in running.descendants()]
         assert len(children) == 3
         running.process.kill()
@@ -228,6 +234,6 @@ def test_a_killed_core_ends_all_processes_and_the_rows_survive() -> None:
         rows = {row["request_id"]: row for row in running.rows()}
         assert finished <= set(rows)
         interrupted = [row for row in rows.values() if row["finish_reason"] == "interrupted"]
-        assert len(interrupted) == 60
+        assert len(interrupted) == STREAMS_OF_CORE
         assert all(row["error"] for row in interrupted)
         assert answer(running)

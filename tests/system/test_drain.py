@@ -30,6 +30,8 @@ TOKENS = 24
 LONG = 200
 NOTICE_S = 15.0
 FRONTS = 2
+PAUSE_S = 0.2
+"""Pause of each client between two requests. The notice period contains many requests of each client."""
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +146,7 @@ class Load:
                     return
                 answer.began = began
                 self.answers.append(answer)
-                if answer.refused:
-                    self._stop.wait(0.05)
+                self._stop.wait(PAUSE_S)
 
     def _probe(self, number: int) -> None:
         with self.running.http() as http:
@@ -158,7 +159,7 @@ class Load:
                     self.not_ready.setdefault(number, time.monotonic())
                 elif number in self.not_ready:
                     self.ready_again.setdefault(number, time.monotonic())
-                self._stop.wait(0.02)
+                self._stop.wait(0.1)
 
 
 def check(load: Load, *, broken_connections: bool = False) -> None:

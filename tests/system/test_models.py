@@ -13,12 +13,14 @@ import pytest
 
 from tests.checkpoints import write_constant_checkpoint
 from tests.cli.conftest import on_a_terminal
-from tests.system.model_swaps import STREAMS, Swaps
+from tests.system.model_swaps import Swaps
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
 
 TOKENS = (100, 200)
+STREAMS = 12
+"""Number of streams during swaps. The long version of that test, `tests.system.model_swaps`, runs 32."""
 SMALL = ("--set", "kv_blocks=100", "--set", "threads=1", "--set", "max_num_seqs=64")
 
 
@@ -366,7 +368,7 @@ def test_swaps_rollbacks_and_changes_of_aliases_and_splits_fail_no_stream(tmp_pa
     config = tmp_path / "appliance.toml"
     config.write_text("fronts = 2\n[models]\n")
     with service("--config", str(config)) as running:
-        swaps = Swaps(running, tmp_path)
+        swaps = Swaps(running, tmp_path, STREAMS)
         assert swaps.swap_and_roll_back(rounds=2) >= 4 * STREAMS
         assert swaps.change_alias(rounds=1) >= 2 * STREAMS
         assert swaps.change_split(rounds=1) >= 4 * STREAMS

@@ -58,7 +58,7 @@ def test_the_patterns_a_b_a_a_c_and_two_busy_models_need_few_loads(
     world.send_in_order("abaac" * 3, every_s=0.2)
     assert world.loads - before < 8, "the order of arrival needs 12 loads"
     began, before, first = time.monotonic(), world.loads, len(world.answers)
-    world.run({"a": 2, "b": 2}, for_s=15.0, swaps=3)
+    world.run({"a": 2, "b": 2}, for_s=15.0, swaps=3, pause_s=0.1)
     swaps, took_s = world.loads - before, time.monotonic() - began
     assert not world.failures, world.failures[:5]
     assert swaps >= 3 and swaps <= took_s / 4.0 + 1

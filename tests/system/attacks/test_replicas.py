@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,15 +74,16 @@ def test_a_step_that_takes_longer_than_the_deadline_is_not_taken_for_a_hang() ->
     reports. Short steps are not announced, so the hang deadline is long enough for them on a busy machine.
     `tests/core/test_service.py` tests that an announced step does not make the replica silent."""
     deadline_s = 4.0
-    tokens = ["--max-num-batched-tokens", "49152", "--kv-blocks", "900"]
+    tokens = ["--max-num-batched-tokens", "36864", "--kv-blocks", "900"]
     with configured(f"hang_timeout_s = {deadline_s}\n", *tokens) as running, ThreadPoolExecutor(1) as thread:
-        prompts = [[100 + prompt] * 2000 for prompt in range(24)]
+        prompts = [[100 + prompt] * 2000 for prompt in range(18)]
         body = {"model": "demo", "prompt": prompts, "max_tokens": 1}
         with running.http() as http:
             asked = thread.submit(http.post, "/v1/completions", json=body)
             seen = []
             while not asked.done():
                 seen.append(running.replica())
+                time.sleep(0.1)
             assert asked.result().status_code == 200, asked.result().text
         assert max(one["last_report_s"] for one in seen) > 1.1 * deadline_s
         after = running.replica()
