@@ -76,14 +76,17 @@ class Service:
             return False
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float, description: str) -> Any:
-        deadline = time.monotonic() + timeout_s
+        """Return the first true value of `condition`, which is checked after ever longer pauses of up to 0.1
+        seconds."""
+        began = time.monotonic()
         while not (value := condition()):
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
                 raise AssertionError(
                     f"timed out after {timeout_s} s waiting for {description}; the "
                     f"log:\n{self.log_path.read_text()}"
                 )
-            time.sleep(0.02)
+            time.sleep(min(0.1, max(0.02, waited_s / 20)))
         return value
 
     def stop(self) -> int:
