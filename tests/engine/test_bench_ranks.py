@@ -142,7 +142,7 @@ def test_a_model_that_cannot_be_split_is_reported_before_ranks_start(start: Star
 def test_random_traffic_over_two_ranks_leaves_nothing_behind(start: Start, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     # The known requests take most of the time, because each of them first runs alone.
-    rounds = ["--rounds", "1", "--seed", "3", "--known", "4", "--spec", "tensor_parallel_size=2"]
+    rounds = ["--rounds", "1", "--seed", "3", "--known", "2", "--spec", "tensor_parallel_size=2"]
     soak = ["-m", "tests.engine.soak", *rounds]
     code, printed, errors = finish(start(*soak, "--json", str(report)), 1800)
     assert code == 0, printed + errors
