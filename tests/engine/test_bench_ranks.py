@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.engine.tiny import TINY
+from tests.forked import ForkedPopen
 
 pytestmark = pytest.mark.system
 
@@ -37,7 +38,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def run(*command: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
+        popen = ForkedPopen if command[0] == "-m" else subprocess.Popen
+        process = popen(
             [sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
