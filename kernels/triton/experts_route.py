@@ -309,8 +309,9 @@ def _route(
     row = rounded.to(tl.float32)
     if tile == 0:
         if QUANTISE:
-            tokens = tl.num_programs(0) // tiles
-            fused.store_fp8(row, normed, scales, token.to(tl.int64), tokens, HIDDEN, BLOCK, GROUP)
+            values, scale = fused.fp8_row(row, BLOCK, GROUP)
+            tl.store(normed + at, values.to(normed.dtype.element_ty), mask=inside)
+            fused.store_scale(scale, scales, token, tl.num_programs(0) // tiles, HIDDEN, BLOCK, GROUP)
         else:
             tl.store(normed + at, rounded, mask=inside)
     of_token = logits + token * EXPERTS

@@ -150,8 +150,9 @@ def _norm(
     if STORE:
         tl.store(out + at, normed, mask=inside)
     if QUANTISE:
-        tokens = tl.num_programs(0)
-        store_fp8(normed.to(tl.float32), quantised, scales, token, tokens, hidden, BLOCK, GROUP)
+        values, scale = fp8_row(normed.to(tl.float32), BLOCK, GROUP)
+        tl.store(quantised + at, values.to(quantised.dtype.element_ty), mask=inside)
+        store_scale(scale, scales, token, tl.num_programs(0), hidden, BLOCK, GROUP)
 
 
 @triton.jit
@@ -170,25 +171,27 @@ def scales_stride(tokens):
 
 
 @triton.jit
-def store_fp8(row, quantised, scales, token, tokens, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Quantise one of `tokens` rows of `width` numbers (`row [BLOCK]` float32, zero beyond them) and store
-    its values and its scale. With GROUP, the row has one scale for each group of GROUP columns."""
-    column = tl.arange(0, BLOCK)
+def fp8_row(row, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Divide a row of numbers (`row [BLOCK]` float32) by its scale, and return both. With GROUP, every GROUP
+    columns have a scale of their own."""
     if GROUP:
         size: tl.constexpr = min(GROUP, BLOCK)
-        count = (width + GROUP - 1) // GROUP
         parts = tl.reshape(row, [BLOCK // size, size])
         scale, inverse = fp8_scale(tl.max(tl.abs(parts), axis=1))
         row = tl.reshape(parts * inverse[:, None], [BLOCK])
     else:
         scale, inverse = fp8_scale(tl.max(tl.abs(row), axis=0))
         row = row * inverse
-    to = quantised + token * width + column
-    tl.store(to, row.to(quantised.dtype.element_ty), mask=column < width)
+    return row, scale
+
+
+@triton.jit
+def store_scale(scale, scales, token, tokens, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Store the scale that `fp8_row` returned for one of `tokens` rows of `width` columns."""
     if GROUP:
-        group = tl.arange(0, BLOCK // size)
-        to_scale = scales + group.to(tl.int64) * scales_stride(tokens) + token
-        tl.store(to_scale, scale, mask=group < count)
+        group = tl.arange(0, BLOCK // min(GROUP, BLOCK))
+        to = scales + group.to(tl.int64) * scales_stride(tokens) + token
+        tl.store(to, scale, mask=group < (width + GROUP - 1) // GROUP)
     else:
         tl.store(scales + token, scale)
 
@@ -439,7 +442,9 @@ def _silu_mul(
     to = out + token * width + column
     if QUANTISE:
         row = product.to(tl.float32)
-        store_fp8(row, out, scales, token, tl.num_programs(0), width, BLOCK, GROUP)
+        values, scale = fp8_row(row, BLOCK, GROUP)
+        tl.store(to, values.to(out.dtype.element_ty), mask=inside)
+        store_scale(scale, scales, token, tl.num_programs(0), width, BLOCK, GROUP)
     else:
         tl.store(to, product, mask=inside)
 

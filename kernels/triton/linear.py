@@ -223,7 +223,9 @@ def _quantise(x, quantised, scales, n, GROUP: tl.constexpr, PDL: tl.constexpr, B
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     values = tl.load(x + row * n + column, mask=column < n, other=0.0).to(tl.float32)
-    fused.store_fp8(values, quantised, scales, row, tl.num_programs(0), n, BLOCK, GROUP)
+    values, scale = fused.fp8_row(values, BLOCK, GROUP)
+    tl.store(quantised + row * n + column, values.to(quantised.dtype.element_ty), mask=column < n)
+    fused.store_scale(scale, scales, row, tl.num_programs(0), n, BLOCK, GROUP)
 
 
 # ── launching ────────────────────────────────────────────────────────────────────────────────────────
