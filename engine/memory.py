@@ -93,7 +93,7 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
 
 
 def _cached_bytes(group: Path) -> int:
-    """Return the size of the files that a cgroup has cached. The kernel drops them when memory is needed."""
+    """Return the size of a cgroup's file cache, which the kernel reclaims when memory is needed."""
     lines = (group / "memory.stat").read_text().splitlines()
     counts = dict(line.split() for line in lines if line.startswith(("active_file ", "inactive_file ")))
     return sum(map(int, counts.values()))

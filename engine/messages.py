@@ -233,7 +233,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Urgency within priority classes 0 and 1: 0 if the submission is not urgent, otherwise the result of
     `urgency_of`, which is higher for shorter prompts."""
     reserved_slots: int = 0
-    """Number of slots reserved for urgent submissions. The latest submission's number applies to all
+    """Number of slots reserved for urgent submissions. The value in the latest submission applies to all
     submissions."""
 
     @property

@@ -68,8 +68,8 @@ class Ranks(Protocol):
         equal. The sign of a floating-point zero may be lost."""
 
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stack the ranks' tensors `[...]` in rank order to `[size, ...]`. All shapes must be equal. The sign
-        of a float32 zero may be lost."""
+        """Stack the ranks' tensors `[...]`, in rank order, into one tensor `[size, ...]`. All shapes must be
+        equal. The sign of a float32 zero may be lost."""
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """For each row, return the id of the largest value over all ranks: `[rows]` int64.

@@ -47,7 +47,7 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     files: tuple[ModelFile, ...] = ()
     settings: dict[str, Any] = {}
-    """The model's settings, keyed by their names in settings files. Settings that are not listed have their
+    """The model's settings, keyed by their names in settings files. Settings that are not listed keep their
     defaults."""
     loaded_at: float | None = None
     """When an operator loaded the version, or None if it is not loaded. Restarting the service reloads loaded

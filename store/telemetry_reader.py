@@ -72,7 +72,7 @@ class StoredDetails(NamedTuple):
 
 
 class TooManyValuesError(ValueError):
-    """Raised if a query asks for more values than its limit. The message gives the remedy."""
+    """Raised if a query asks for more values than its limit allows. The message gives the remedy."""
 
 
 class TelemetryReader:

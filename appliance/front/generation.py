@@ -90,8 +90,8 @@ class Generation:
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
-        """Numbers of the attempts (0 for the first) that ended because the replica was stopped to make room
-        for another model. Such attempts do not count as lost replicas."""
+        """Indices of the attempts, starting at 0, that ended because the replica was stopped to make room for
+        another model. Such attempts do not count as lost replicas."""
         self._submitted = False
         self._settled = False
         self._link: ReplicaClient | None = None

@@ -17,8 +17,8 @@ from appliance.text.stop import StopSet, StopStringsError
 from engine.messages import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
-"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding the maximum takes
-40 ms on the event loop."""
+"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many
+takes 40 ms on the event loop."""
 MAX_ANSWER_LOGPROBS = 262_144
 """Maximum number of log probabilities of generated tokens in a non-streamed answer. These log probabilities
 are held in memory until the answer is complete and take about 200 bytes each."""

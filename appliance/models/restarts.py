@@ -63,7 +63,7 @@ class Restarts:
         self._expected_failures = 0
         """Number of consecutive load failures with a known reason, such as a damaged file."""
         self._served_s = 0.0
-        """Total time in seconds during which the replica was ready before its latest start."""
+        """Total time in seconds for which the replica was ready in its earlier runs."""
         self._deaths: list[float] = []
         """The value of `_served_s` at each unexpected exit."""
         self._open = False

@@ -82,10 +82,9 @@ def _end(event: dict[str, Any]) -> float:
 
 
 def short_name(name: str) -> str:
-    """Return a kernel's name without template arguments, parameters and namespaces.
-
-    Triton kernel names are unchanged. CUTLASS kernels are prefixed with "cutlass", because many of them share
-    one name. Names of torch's elementwise kernels include the functor.
+    """Return a kernel's name without template arguments, parameters or namespaces. Names of Triton kernels
+    are left unchanged. CUTLASS kernels are prefixed with "cutlass", because many of them share one name.
+    Names of torch's elementwise kernels include the functor.
     """
     symbol, _, arguments = name.removeprefix("void ").partition("<")
     *spaces, bare = symbol.partition("(")[0].strip().split("::")

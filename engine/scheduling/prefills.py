@@ -34,8 +34,8 @@ class PrefillScheduler:
         self._left_out = False
         """Whether the step being planned has skipped a prompt."""
         self._left_out_for = LEVELS
-        """Highest-priority level among the previous step's chunks if that step skipped a prompt, otherwise
-        LEVELS."""
+        """If the previous step skipped a prompt, the highest-priority level among that step's chunks.
+        Otherwise LEVELS."""
         self._left_out_for_since = 0
         """The levels in whose favour prompts have been skipped since the last step that skipped no prompt.
         Bit `l` represents level `l`."""

@@ -248,8 +248,8 @@ def _down_stream(
     tiles = ()
     for step in gl.static_range(steps):
         tiles = tiles + (_load(at + step * STEP, inside, PARTIAL),)
-    # Combine the routing weight with the weight row's scale. The scale of the choice's activations is applied
-    # below.
+    # Combine the routing weight with the weight row's scale. The scale of the activations for the chosen
+    # expert is applied below.
     sum_turn = gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_sums))
     sum_index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, of_sums))
     sum_expert, sum_here = _experts(chosen, token, sum_turn, first_expert, WARPS, EXPERTS, PARTIAL)

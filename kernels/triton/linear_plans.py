@@ -205,9 +205,9 @@ def _tiles(rows: int, n: int, k: int) -> GemmPlan:
 
 
 def _blocks(rows: int, n: int, k: int, dtype: torch.dtype, group: int, hopper: bool) -> GemmPlan:
-    """Return the plan of `tiles` or `dot` for a weight with one scale per block. Each step's columns belong
-    to one block. `dot` computes many rows in tiles of 64. Larger tiles spill registers, because the registers
-    hold a step's sums in addition to the total."""
+    """Return the plan for a weight with one scale per block: one of `tiles` or of `dot`. Each step's columns
+    belong to one block. `dot` computes many rows in tiles of 64. Larger tiles would spill registers, which
+    hold each step's partial sums in addition to the running total."""
     if hopper and rows <= _most_rows_of_tiles(n, k) and group % 128 == 0 and k % 128 == 0:
         return _tiles(rows, n, k)
     if rows <= MAX_ROWS:

@@ -144,7 +144,7 @@ def _stream(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows by one token. Each warp computes a part of K and keeps AHEAD steps of
+    """Multiply BLOCK_N weight rows by one token. Each warp handles a part of K and keeps AHEAD steps of
     weights in flight."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)  # a thread loads 16 e4m3 values of a row at a time

@@ -222,9 +222,7 @@ def _source(logits: Logits) -> tuple[tuple[object, ...], dict[str, object]]:
             f"logits have strides {logits.values.stride()}; the columns of a row must be contiguous"
         )
     if logits.columns > logits.values.shape[1]:
-        raise ValueError(
-            f"logits have {logits.values.shape[1]} columns, fewer than columns = {logits.columns}"
-        )
+        raise ValueError(f"logits have {logits.values.shape[1]} columns; expected at least {logits.columns}")
     arguments = (
         logits.values,
         logits.values.stride(0),

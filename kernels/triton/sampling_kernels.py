@@ -66,8 +66,8 @@ def gumbel(key, token_hash, NVIDIA: tl.constexpr):
 
 @triton.jit
 def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDITED: tl.constexpr):
-    """Return the offsets of sampling row i's logits and of their edited copy. The second offset is negative
-    if there is no copy."""
+    """Return the offsets of the logits of sampling row `i` and of their edited copy. The second offset is
+    negative if there is no copy."""
     at = i * stride
     if INDEXED:
         at = tl.load(index + i).to(tl.int64) * stride

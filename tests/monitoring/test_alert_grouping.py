@@ -192,4 +192,4 @@ def test_an_operators_action_is_named_as_the_cause() -> None:
             tree["queue"]["waiting"] = 98
 
     [alert] = [one.alert for one in evaluate(BUILT_IN, history(100, change))]
-    assert alert.cause == "an operator's action (audit rows 11 to 12) 15 s before"
+    assert alert.cause == "an operator's action (see audit rows 11 to 12) 15 s before"

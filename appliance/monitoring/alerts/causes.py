@@ -102,7 +102,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
             continue
         if name == "audit_rows":
             rows = f"row {now:.0f}" if now == was + 1 else f"rows {was + 1:.0f} to {now:.0f}"
-            yield _Change(after.at, 3, f"an operator's action (audit {rows})", frozenset())
+            yield _Change(after.at, 3, f"an operator's action (see audit {rows})", frozenset())
         elif (found := _XID.fullmatch(name)) is not None and now:
             yield _Change(
                 after.at, 0, f"GPU {found[1]} reported Xid {now:.0f}", subject(after.layout, name)[1]

@@ -1,7 +1,7 @@
 """The table of all metrics: name, meaning, unit, labels and the function that reads the value.
-`docs/metrics.md` is generated from this table. Metrics read from the same kind of object form a group, whose
-labels identify the object. A metric with additional labels reads a mapping from label values to numbers. Each
-module of this package declares one component's groups.
+`docs/metrics.md` is generated from this table. Metrics that are read from the same kind of object form a
+group, whose labels identify the object. If a metric has additional labels, its function returns a mapping
+from label values to numbers. Each module of this package declares one component's groups.
 """
 
 from __future__ import annotations
