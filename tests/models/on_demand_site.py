@@ -258,6 +258,7 @@ def play(site: Site, scenario: Callable[[], Any]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the loop run every millisecond."""
     monkeypatch.setattr(on_demand, "_POLL_S", 0.001)
+    monkeypatch.setattr(on_demand, "_IDLE_POLL_S", 0.001)
     monkeypatch.setattr(background, "_POLL_S", 0.001)
     monkeypatch.setattr(bundles, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))
 
