@@ -133,9 +133,11 @@ class EventStream:
                 last = True
             if events:
                 data = b"".join(events) if len(events) > 1 else events[0]
-                if generation.record is not None:
-                    generation.record(data)
-                if not self._connection.disconnected:
+                record = generation.record
+                if record is not None:
+                    record(data)
+                # Only a recorded stream continues after its client has disconnected.
+                if record is None or not self._connection.disconnected:
                     self._connection.write_chunk(data)
                 self.wrote_at = generation.last_token_at
                 if generation.first_bytes_at is None:
