@@ -28,8 +28,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import psutil
-
 from engine import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,14 +139,6 @@ def forked_ranks() -> Iterator[None]:
     """Fork the ranks that `engine.launch` starts during the block."""
     with patch.object(launch, "subprocess", _FORKING):
         yield
-
-
-def is_server(process: psutil.Process) -> bool:
-    """Return whether forks of this process are started."""
-    try:
-        return "tests.forked" in process.cmdline()
-    except psutil.Error:
-        return False
 
 
 # ── in the process that is forked ──

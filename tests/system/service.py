@@ -24,7 +24,7 @@ import psutil
 from appliance.actions.parameters import CreateKey, CreateTenant
 from appliance.client import AdminClient
 from store.requests import RequestFilter, RequestReader
-from tests.forked import ForkedPopen, is_server
+from tests.forked import ForkedPopen
 from tests.system.commands import run_appliance
 
 APPLIANCE = str(Path(sys.executable).with_name("appliance"))
@@ -147,7 +147,7 @@ class Service:
     def descendants(self) -> list[psutil.Process]:
         """Return the processes of all fronts and ranks. Other processes exit with their parent."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if not renders_templates(child) and not is_server(child)]
+        return [one for one in children if not renders_templates(one) and not _runs(one, "tests.forked")]
 
     def client(self, **options: Any) -> openai.OpenAI:
         """Return an `openai` client on the Unix socket."""
@@ -185,8 +185,13 @@ class Forked(Service):
 
 def renders_templates(process: psutil.Process) -> bool:
     """Return whether this process renders chat templates for a front."""
+    return _runs(process, "appliance.text.template_worker")
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    """Return whether this process was started as `python -m module`."""
     try:
-        return "appliance.text.template_worker" in process.cmdline()
+        return module in process.cmdline()
     except psutil.Error:
         return False
 
