@@ -40,7 +40,7 @@ MAX_COMPILE_S = 10.0
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory limit for the templates. The process itself needs another 30 MB."""
 MAX_WAIT_S = 30.0
-"""Maximum time, in seconds, that a conversation waits for its turn before it is refused."""
+"""Maximum time, in seconds, that a conversation waits for its prompt before it is refused."""
 
 _MAX_ANSWER_S = 60.0
 """Maximum time, in seconds, until the child process answers. It takes this long only if it is stopped or if
