@@ -171,7 +171,10 @@ KEYS: tuple[KeyBinding, ...] = (
     ),
     KeyBinding("act drain", ("D",), "Drain the model under the cursor, or the service", "Actions"),
     KeyBinding(
-        "act resume", ("R",), "End the drain in the banner, or choose one of several drains to end", "Actions"
+        "act resume",
+        ("R",),
+        "End the drain shown in the banner or, if there are several, choose one to end",
+        "Actions",
     ),
     KeyBinding(
         "act requests.cancel",

@@ -8,7 +8,7 @@
              FrontRequests, configuration(), keep(), note(), on_availability()
 
 In this diagram, calls go down. Messages from fronts go up, through the `FrontRequests` protocol and the
-callbacks passed to the pool. The pool does not depend on requests. All it stores about a replica is its name
+callbacks passed to the pool. The pool knows nothing about requests. All it stores about a replica is its name
 and a function that opens a channel.
 """
 

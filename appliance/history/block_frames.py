@@ -33,8 +33,8 @@ class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
     ended: list[int]
     """Indices of the finished requests in the preceding map."""
     blocks: list[int]
-    """Number of blocks of each request or, in a partial frame, the difference from that number in the
-    preceding map. The same applies to `preemptions`."""
+    """Number of blocks of each request or, in a partial frame, the change in that number since the preceding
+    map. The same applies to `preemptions`."""
     preemptions: list[int]
 
 

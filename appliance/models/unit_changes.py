@@ -29,7 +29,7 @@ _MAX_FAILED_STARTS = 3
 
 
 class ChangedUnits(Protocol):
-    """The models whose replicas are started, stopped and replaced."""
+    """The models whose replicas a change starts, stops or replaces."""
 
     @property
     def load_timeout_s(self) -> float:

@@ -199,7 +199,7 @@ def _errors(rates: Rates, width: int) -> Line:
 
 
 def kv_bar(context: Context, one: KvCache, width: int) -> Line:
-    """Return a bar with the shares of used and cached blocks."""
+    """Return a bar that shows the shares of used and cached blocks."""
     if not one.blocks_total:
         return unknown_bar(width)
     used, cached = one.blocks_used / one.blocks_total, one.blocks_cached / one.blocks_total

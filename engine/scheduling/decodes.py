@@ -20,7 +20,7 @@ class DecodeScheduler:
         self._preemption = preemption
 
     def schedule(self, step: ScheduledStep) -> bool:
-        """Add a decode for every decoding sequence. Returns whether any sequence was preempted to free
+        """Add a decode for every decoding sequence, and return whether any sequence was preempted to free
         blocks."""
         preempted = False
         decoding = self._running.decoding

@@ -134,8 +134,8 @@ def _up_gemv(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Let the next kernel start only after this wait, because the next kernel reads the chosen experts
-        # before waiting for this kernel.
+        # Let the next kernel start only after this wait: the next kernel reads the chosen experts before it
+        # waits for this kernel, so they must already be written.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -307,8 +307,8 @@ def _up_dot(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Let the next kernel start only after this wait, because the next kernel reads the chosen experts
-        # before waiting for this kernel.
+        # Let the next kernel start only after this wait: the next kernel reads the chosen experts before it
+        # waits for this kernel, so they must already be written.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(

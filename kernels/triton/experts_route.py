@@ -432,8 +432,8 @@ def _choose(
     # Replace NaN, which fails the comparison, with the lowest logit. Adding zero makes a negative zero
     # positive.
     logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
-    # Map the logits to integers that sort in the same order, because the GPU can find the largest integer of
-    # 32 threads in one instruction.
+    # Map the logits to integers that sort in the same order, because the GPU can find the largest integer
+    # among 32 threads in one instruction.
     key = logit.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     # Padding and experts already chosen get the lowest value, which is below that of experts with a NaN
