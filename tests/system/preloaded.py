@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import encodings.idna
+import functools
 import http.client
 import importlib
 import io
 import pkgutil
 import sys
+
+import typer.main
 
 import appliance.bench.session
 import appliance.cli
@@ -24,6 +27,9 @@ for _module in pkgutil.iter_modules(appliance.cli.__path__):
     if _module.name != "__main__":
         importlib.import_module(f"appliance.cli.{_module.name}")
 find_gpus()
+# Typer builds the tree of all commands in every run, which takes longer than most commands. The forked
+# processes use the tree that the runs below build.
+typer.main.get_command = functools.cache(typer.main.get_command)
 # These runs import the modules that the command line does not import before a command runs.
 for _command in ("status", "top"):
     sys.argv = ["appliance", _command, "--run-dir", "/nonexistent"]
