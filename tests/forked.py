@@ -35,8 +35,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MAX_REQUEST_BYTES = 1 << 20
 _MAX_DESCRIPTORS = 64
 _MAX_COMMAND_LINE_BYTES = 4000
-_SERVICE = "appliance.cli"
-"""The module whose fronts and ranks are forked too."""
+_SERVICES = ("appliance.cli", "tests.core.service")
+"""The modules whose fronts and ranks are forked too."""
 
 
 class _Request(NamedTuple):
@@ -221,7 +221,7 @@ def _run(request: _Request) -> None:
     sys.path[:0] = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     words = [word for word in request.command if word != "-P"]
     module = words[2]
-    if module == _SERVICE:
+    if module in _SERVICES:
         _fork_children()
     _set_command_line(request.command)
     sys.argv = words[2:]

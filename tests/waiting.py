@@ -8,10 +8,12 @@ from collections.abc import Callable
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, description: str = "the condition") -> None:
-    deadline = time.monotonic() + timeout_s
+    """Check the condition after ever longer pauses of up to 0.1 seconds, until it is true."""
+    began = time.monotonic()
     while not true():
-        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {description}"
-        time.sleep(0.01)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"timed out after {timeout_s} s waiting for {description}"
+        time.sleep(min(0.1, max(0.01, waited_s / 20)))
 
 
 async def until(true: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -18,6 +18,7 @@ from appliance.protocol.status import Status
 from store.audit import AuditRow
 from store.requests import LoggedRequest, RequestReader
 from tests.audit_trail import read_audit
+from tests.forked import ForkedPopen
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +55,10 @@ class Service:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        # Processes are forked from one that has imported modules of this checkout.
+        popen = ForkedPopen if self.tree == ROOT else subprocess.Popen
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 [sys.executable, "-m", "tests.core.service", str(self.config)], cwd=self.tree, stderr=log
             )
 

@@ -1,5 +1,5 @@
 """A replica without an engine. It implements a rank's protocol and generates one token every 10 ms for each
-sample.
+sample. While it has no request, its steps are longer.
 
 A file `fake.json` in the model's folder determines the replica's behaviour. With {"fatal": [kind, message]},
 it reports a fatal error. With {"exit": code}, it exits. With {"hang": true}, it stops sending messages while
@@ -44,6 +44,7 @@ from engine.rank_messages import (
 )
 
 STEP_S = 0.01
+IDLE_STEP_S = 0.1
 
 
 class Running:
@@ -182,7 +183,7 @@ class FakeReplica:
                 )
             )
             self.finished, self.closed_fronts = [], []
-            await asyncio.sleep(STEP_S)
+            await asyncio.sleep(STEP_S if self.running else IDLE_STEP_S)
 
 
 def said(script: Path) -> dict[str, Any]:

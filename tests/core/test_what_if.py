@@ -32,7 +32,7 @@ from tests.core.simulated_clients import percentile
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 from tests.waiting import wait_until
 
-SECONDS = 90.0
+SECONDS = 60.0
 _EPOCH = 1_790_000_000.0
 """Start of the load, in Unix seconds. At this time, the resolution of a float64 clock is 0.24 µs."""
 
