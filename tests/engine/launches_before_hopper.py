@@ -15,10 +15,16 @@ from engine.launch_enumeration import launch_all
 from engine.tune import tuning
 from kernels import compiling
 from kernels.triton.linear_table import Table
+from tests import quick_recording
 
 
 def main() -> None:
     served = read_served(Path(sys.argv[1]), max_num_seqs=8, max_num_batched_tokens=64)
+    gpu = compiling.GpuModel.of("any", 80)
+    launch = partial(launch_all, served, gpu, Table())
+    original = compiling.record(gpu.target, launch)
+    quick_recording.install()
+    assert compiling.record(gpu.target, launch) == original, "`tests.quick_recording` changes the results"
     found = {}
     for capability in (80, 90):
         gpu = compiling.GpuModel.of("any", capability)

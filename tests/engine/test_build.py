@@ -104,8 +104,9 @@ def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
     two sizes, and the choice of the best token. Passes that are computed in halves also launch a barrier
     kernel, and a sum kernel that is the same on all ranks."""
     folder = folder_of(tmp_path, "llama")
-    printed = compiled("tests.engine.launches_of_halves", folder, 2, "whole", "halves").stdout
-    whole, halves = ([int(count) for count in line.split()] for line in printed.splitlines())
+    done = compiled("tests.engine.launches_of_halves", folder, 2)
+    assert done.returncode == 0, done.stderr
+    whole, halves = ([int(count) for count in line.split()] for line in done.stdout.splitlines())
     assert whole[3] == 0 and all(count > 0 and count % 2 == 0 for count in whole[:3])
     assert halves == [whole[0], whole[1] + 2, whole[2], 1]
 
