@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from appliance.channel.served_models import Arm
 from appliance.front.arms import choose_arm
+from tests.examples import examples
 
 CALLERS = [f"key-{number}\0user-{number % 7}" for number in range(5_000)]
 
@@ -45,16 +46,13 @@ def test_splits_of_two_names_are_independent() -> None:
     assert abs(equal / len(CALLERS) - 0.5) < 0.03
 
 
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=16), st.text(), st.randoms())
-def test_the_order_and_the_scale_of_the_weights_do_not_matter(
-    weights: list[float], caller: str, random: object
-) -> None:
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=16), st.text())
+@examples(40)
+def test_the_order_and_the_scale_of_the_weights_do_not_matter(weights: list[float], caller: str) -> None:
     split = [Arm(f"unit-{number}", weight, str(number)) for number, weight in enumerate(weights)]
-    shuffled = list(split)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
     doubled = [Arm(arm.unit, arm.weight * 2, arm.target) for arm in split]
     assert (
         choose_arm("chat", split, caller).unit
-        == choose_arm("chat", shuffled, caller).unit
+        == choose_arm("chat", split[::-1], caller).unit
         == choose_arm("chat", doubled, caller).unit
     )

@@ -61,7 +61,7 @@ def test_a_waiting_request_holds_only_its_tokens(
 
     send(3)
     before = memory().rss
-    send(10)
+    send(7)
     # Each of these bodies would take 10 MB of memory once parsed.
     front.wait_for(lambda: memory().rss - before < 50e6)
     assert all(admit.prompt_tokens == 1 for admit in front.admits)
@@ -124,8 +124,8 @@ def test_streams_that_have_ended_take_no_memory(front: Harness, has_key: bool) -
             headers = {"Idempotency-Key": f"ended-{len(front.admits)}"} if has_key else {}
             assert ask(front, "POST", COMPLETIONS, body, headers).status == 200
 
-    send(20)
+    send(10)
     before = memory().rss
-    send(100)
+    send(70)
     # The token ids of each of these requests would take 250 KB of memory.
     front.wait_for(lambda: memory().rss - before < 12e6)

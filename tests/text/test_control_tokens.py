@@ -57,7 +57,7 @@ def test_a_conversation_without_control_tokens_is_encoded_as_by_transformers(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=WITH_SPECIALS, add=st.booleans())
-@examples(100)
+@examples(50)
 def test_the_renamed_copy_encodes_special_tokens_as_transformers_does(
     kind: str, text: str, add: bool, loaded: dict[str, Tokenizer], oracles: dict[str, PreTrainedTokenizerFast]
 ) -> None:
@@ -68,7 +68,7 @@ def test_the_renamed_copy_encodes_special_tokens_as_transformers_does(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=st.lists(WITH_SPECIALS, min_size=1, max_size=3))
-@examples(100)
+@examples(50)
 def test_only_the_template_can_create_control_tokens_and_the_text_is_unchanged(
     kind: str, contents: list[str], loaded: dict[str, Tokenizer]
 ) -> None:

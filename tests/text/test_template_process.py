@@ -92,8 +92,7 @@ def test_the_templates_error_message_reaches_the_client() -> None:
 @pytest.mark.parametrize(
     ("source", "max_render_s", "message"),
     [
-        (ENDLESS, 1.0, "more than 1 s of CPU time"),
-        ("{{ (['xy'] * 4000000) | unique | list | length }}" * 100, 1.0, "more than 1 s of CPU time"),
+        ("{{ (['xy'] * 4000000) | unique | list | length }}" * 100, 0.3, r"more than 0\.3 s of CPU time"),
         (HUNGRY, 60.0, "memory limit"),
         ("{{ 'x' | center(10000000000) }}", 60.0, "memory limit"),
         (
@@ -154,8 +153,8 @@ def test_a_template_that_takes_too_long_to_compile_is_refused_at_load() -> None:
     longest = "{{a}}" * (MAX_TEMPLATE_BYTES // 5)  # Compiling this template takes more than ten seconds.
 
     async def compile_template() -> None:
-        process = TemplateProcess({"default": longest}, NAMES, max_compile_s=1.0)
-        with pytest.raises(TokenizerFilesError, match="more than 1 s of CPU time to compile; fix the chat"):
+        process = TemplateProcess({"default": longest}, NAMES, max_compile_s=0.3)
+        with pytest.raises(TokenizerFilesError, match=r"more than 0\.3 s of CPU time to compile; fix"):
             await process.compile()
         assert have_ended(workers())
 

@@ -76,7 +76,7 @@ def test_long_words_take_little_memory_after_they_were_encoded():
     draw = random.Random(1)
 
     def words() -> str:
-        return " ".join("".join(draw.choices(string.ascii_letters, k=250)) for _ in range(5000))
+        return " ".join("".join(draw.choices(string.ascii_letters, k=250)) for _ in range(3500))
 
     memory = psutil.Process().memory_info
     ours.encode_blocking(words())  # The heap grows to the size that encoding needs.
