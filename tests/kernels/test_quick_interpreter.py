@@ -32,7 +32,9 @@ def compute(ints, floats, out_ints, out_floats, count, SIZE: tl.constexpr):
     wrapped += (i.to(tl.int64) * count + row >> 2).to(tl.int32) ^ (i // 5 + i % 3)
     half = f.to(tl.float16) * 3 + (i & 1023).to(tl.float16) / 7
     mixed = difference_or_product(half.to(tl.float32), f) + tl.exp(-tl.abs(f)) * (i & 15)
-    square = tl.dot(mixed[:, None] * tl.full((1, SIZE), 0.25, tl.float32), mixed[None, :] + mixed[:, None])
+    square = tl.dot(
+        mixed[:, None] * tl.full((1, SIZE), 0.25, tl.float32), mixed[None, :] + mixed[:, None] + f
+    )
     total = tl.sum(square, 1) + tl.max(mixed, 0) + tl.cumsum(f, 0)
     for step in range(row, count, 3):
         total += tl.sum(tl.where(at == step, f, 0.0), 0) / (step + 1)
