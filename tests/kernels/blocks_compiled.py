@@ -1,6 +1,7 @@
-"""Compiles the kernels of layers with FP8 block scales for Hopper. Prints, for each GEMM kernel, its shared
-memory per program, the size of its stack (spilled registers), and whether it uses Hopper's tensor-core
-instruction, as JSON. Runs in a separate process, like `launches_of_serving`."""
+"""Compiles the kernels of layers with FP8 block scales for Hopper: every specialisation of the GEMM kernels
+on tensor cores, and one of each other kernel. Prints each kernel's shared memory per program, the size of its
+stack (spilled registers), and whether it uses Hopper's tensor-core instruction, as JSON. Runs in a separate
+process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
@@ -57,20 +58,20 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 if __name__ == "__main__":
-    found: dict[str, list[dict[str, int]]] = {}
-    for tokens in TOKENS:
-        for job in compiling.record(GPU.target, lambda: launch(tokens)):  # noqa: B023
-            name = job.name.split(".")[-1]
-            with compiling._offline(GPU.target):
-                kernel = job.function.preload(job.specialisation)
-                job.function.device_caches.clear()
-            if re.search("_dot$|_grouped$|_tiles$", name):
-                found.setdefault(name, []).append(
-                    {
-                        "tokens": tokens,
-                        "shared": kernel.metadata.shared,
-                        "stack": stack_bytes(kernel.asm["cubin"]),
-                        "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
-                    }
-                )
+    found: dict[str, list[dict[str, object]]] = {}
+    for job in compiling.record(GPU.target, lambda: [launch(tokens) for tokens in TOKENS]):
+        name = job.name.split(".")[-1]
+        kernels = found.setdefault(name, [])
+        if kernels and not re.search("_dot$|_grouped$|_tiles$", name):
+            continue
+        with compiling._offline(GPU.target):
+            kernel = job.function.preload(job.specialisation)
+        kernels.append(
+            {
+                "specialisation": job.specialisation,
+                "shared": kernel.metadata.shared,
+                "stack": stack_bytes(kernel.asm["cubin"]),
+                "wgmma": "wgmma.mma_async" in kernel.asm["ptx"],
+            }
+        )
     print(json.dumps(found))

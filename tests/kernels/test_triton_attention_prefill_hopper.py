@@ -43,7 +43,7 @@ MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if O
 
 CHUNKS = {
     **cases.GPU_CHUNKS,
-    "across blocks of keys": [(100, 300), (1000, 200), (37, 91)],
+    "across blocks of keys": [(100, 300), (500, 200), (37, 91)],
     "two blocks of keys": [(0, 128), (0, 129), (1, 127), (127, 1), (128, 1), (64, 64)],
     "many of one token": [(300 + 7 * i, 1) for i in range(40)],
     "more than there are multiprocessors": [(50 * i, 70 + i) for i in range(60)],

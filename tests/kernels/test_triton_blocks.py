@@ -27,7 +27,6 @@ from tests.kernels.test_compiling import compiled
 from tests.kernels.test_triton_linear import check_bits
 
 E4M3 = torch.float8_e4m3fn
-ROWS = [1, 3, 16, 33, 64, 65, 130, 300]
 SHAPES = [
     # Fields: outputs, inputs, and rows and columns of a block. The last blocks may be incomplete.
     (256, 384, (128, 128)),
@@ -119,13 +118,13 @@ def check_linears(
     close(gated, expected)
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [1, 3, 16, 33, 70])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_inputs_are_multiplied_by_blocks(rows: int, shape: tuple) -> None:
     check_linears(rows, shape, torch.float32, torch.float32, pdl=False)
 
 
-@pytest.mark.parametrize("rows", [65, 68, 130])
+@pytest.mark.parametrize("rows", [65, 68])
 def test_many_rows_are_multiplied_by_blocks_in_cublas_on_hopper(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +268,7 @@ def three_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("three_multiprocessors")
-@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 32, 33, 70, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 33, 150])
 @pytest.mark.parametrize("shape", LAYERS, ids=str)
 def test_tokens_get_the_sum_of_experts_with_blocks(tokens: int, shape: tuple) -> None:
     check_experts(tokens, shape, torch.float32, torch.float32, pdl=False)
@@ -302,9 +301,10 @@ def test_kernels_for_blocks_use_the_tensor_cores_and_spill_no_registers() -> Non
     done = compiled("tests.kernels.blocks_compiled")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"_dot", "_tiles", "_up_dot", "_down_dot", "_grouped"}
-    for name, kernels in found.items():
-        for kernel in kernels:
+    gemms = {"_dot", "_tiles", "_up_dot", "_down_dot", "_grouped"}
+    assert set(found) > gemms
+    for name in gemms:
+        for kernel in found[name]:
             # A few registers may be spilled outside the loop.
             assert kernel["wgmma"] and kernel["stack"] <= 16, (name, kernel)
             assert kernel["shared"] <= linear_plans.HOPPER_SHARED, (name, kernel)
@@ -318,7 +318,7 @@ MIXTURES = [(128, 8, 2048, 768, (128, 128), (128, 128)), (16, 4, 1024, 192, (64,
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [*ROWS, 2048])
+@pytest.mark.parametrize("rows", [1, 3, 16, 33, 64, 65, 130, 300, 2048])
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("hopper", [False, pytest.param(True, marks=on_hopper)])

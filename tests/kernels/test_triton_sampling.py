@@ -197,7 +197,7 @@ def test_ties_with_the_last_kept_token_are_kept(
     """The logits have only a few different values, so every boundary falls into a tie. With `_FEW` set to 16,
     most rows with top-k use the search for large values of top-k."""
     monkeypatch.setattr(triton_sampling, "_FEW", few)
-    params = MIXED * 2
+    params = MIXED
     logits = _logits(len(params), 2000, seed=few).clamp(-6, 6)
     step = 12 / levels
     logits = (logits / step).round() * step
