@@ -21,19 +21,20 @@ from tests.hub.server import COMMIT, HubServer
 
 SHARD_BYTES = 3 << 20
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+NOISE = random.Random(7).randbytes(2 * SHARD_BYTES)
 
 
 def checkpoint() -> dict[str, bytes]:
     """Return files that are named like those of a checkpoint. The weights are random bytes, because nothing
     loads them."""
-    noise = random.Random(7)
     return {
         "config.json": b'{"model_type": "llama"}',
-        "tokenizer.json": noise.randbytes(100_000),
+        "tokenizer.json": NOISE[-100_000:],
         "tokenizer_config.json": b"{}",
         "chat_template.jinja": b"{{ messages }}",
         "model.safetensors.index.json": json.dumps({"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}).encode(),
-        **{name: noise.randbytes(SHARD_BYTES) for name in SHARDS},
+        SHARDS[0]: NOISE[:SHARD_BYTES],
+        SHARDS[1]: NOISE[SHARD_BYTES:],
     }
 
 

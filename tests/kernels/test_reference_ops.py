@@ -132,7 +132,7 @@ def _mixture(x: torch.Tensor, experts: Experts) -> tuple[list[list[int]], torch.
     return chosen, torch.stack(results)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 17, 130])
+@pytest.mark.parametrize("tokens", [1, 17, 40])
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize(
     ("router", "top_k"),

@@ -79,7 +79,7 @@ def test_all_ranks_get_all_words_and_the_best_token_in_any_order_of_delivery(wor
 
 
 def test_calls_of_every_kind_use_a_region_many_times() -> None:
-    check(PeerMachine(2, 2, 9, seed=1), mixed_calls(1, 2, 200))
+    check(PeerMachine(2, 2, 9, seed=1), mixed_calls(1, 2, 80))
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_all_ranks_get_the_quantised_norm_of_the_sum_in_any_order_of_delivery(wo
 
 
 def test_a_region_is_used_again_many_times() -> None:
-    check(PeerMachine(2, 1, 8, seed=1), mixed_calls(5, 2, 200, most_rows=1))
+    check(PeerMachine(2, 1, 8, seed=1), mixed_calls(5, 2, 80, most_rows=1))
 
 
 @pytest.mark.parametrize(
