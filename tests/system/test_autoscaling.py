@@ -22,7 +22,7 @@ answer."""
 SETTINGS = f"""
 [autoscaling]
 cooldown_s = 1
-idle_s = 15
+idle_s = 8
 [models.demo]
 folder = "{demo_model_folder()}"
 kv_blocks = 50
@@ -37,8 +37,8 @@ TOKENS = 100
 service, and one replica would be enough."""
 CLIENTS = 6
 """Number of clients at the peak of the recorded load: one and a half times as many as one replica serves."""
-POINTS, POINT_S = 58, 0.75
-"""Number of points, and duration of each point in seconds. The recording of 58 minutes is replayed in 44 s,
+POINTS, POINT_S = 58, 0.4
+"""Number of points, and duration of each point in seconds. The recording of 58 minutes is replayed in 23 s,
 so each point is the mean of one minute."""
 
 

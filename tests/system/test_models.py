@@ -19,7 +19,7 @@ from tests.system.service import Service, service
 pytestmark = pytest.mark.system
 
 TOKENS = (100, 200)
-STREAMS = 12
+STREAMS = 6
 """Number of streams during swaps. The long version of that test, `tests.system.model_swaps`, runs 32."""
 SMALL = ("--set", "kv_blocks=100", "--set", "threads=1", "--set", "max_num_seqs=64")
 
