@@ -35,7 +35,9 @@ from tests.system.service import Service, service
 STATES = ("load", "prompt", "decode", "swap", "drain")
 WITHIN_S = 180.0
 STREAMS = 4
-BYSTANDER_PAUSE_S = 0.5
+TOKENS = 100
+"""Number of tokens of each stream, except those with a long prompt."""
+BYSTANDER_PAUSE_S = 1.0
 """Pause between two streams to the other model. Without a pause, they would use most of the CPU time."""
 CONSTANT = 100
 """The token that version 2 of the model generates."""
@@ -133,7 +135,7 @@ class Kills:
         running.act(LoadModel(model="chat", wait=True))
         self._decode = next(stream.end() for stream in self._decodes(1))
         self._prompts = [stream.end() for stream in self._long_prompts()]
-        assert len(self._decode) == 400 and len(set(self._decode)) > 10
+        assert len(self._decode) == TOKENS and len(set(self._decode)) > 10
         self._bystander = Bystander(running)
         self._sent += 1
 
@@ -202,6 +204,8 @@ class Kills:
             new_rank = self._wait_for_rank("chat@2")
             time.sleep(self._draw.uniform(0.0, 0.5))
             self._kill(self._draw.choice([new_rank, old]))
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(old).resume()
         new = self._sends([TokenStream(self.running, "chat", "import ", 8)])
         assert [stream.end() for stream in new] == [[CONSTANT] * 8]
         self._expect_decodes(streams)
@@ -228,15 +232,17 @@ class Kills:
     # ── helpers ──
 
     def _decodes(self, count: int) -> list[TokenStream]:
-        return self._sends([TokenStream(self.running, "chat", "import ", 400) for _ in range(count)])
+        return self._sends([TokenStream(self.running, "chat", "import ", TOKENS) for _ in range(count)])
 
     def _begun_decodes(self) -> list[TokenStream]:
+        """Start streams, and suspend version 1's rank after their first tokens, so that they cannot end."""
         streams = self._decodes(STREAMS)
         self.running.wait_until(
             lambda: all(len(stream.token_ids) > 10 or stream.error for stream in streams),
             WITHIN_S,
             "the first tokens",
         )
+        psutil.Process(self._replica()["pids"][0]).suspend()
         return streams
 
     def _expect_decodes(self, streams: list[TokenStream]) -> None:

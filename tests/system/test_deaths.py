@@ -7,8 +7,8 @@ import math
 import sqlite3
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +113,47 @@ def answer(running: Service) -> str:
 
 STREAMS_OF_CORE = 20
 """Number of streams that run when the core is killed."""
-TOKENS_OF_RANKS = 100
-"""Number of tokens per stream in a test with two ranks. The ranks share this machine's cores."""
+TOKENS = 100
+"""Number of tokens per stream."""
+
+
+@pytest.fixture
+def two_fronts(tmp_path: Path) -> Iterator[Service]:
+    """Start a service that does not kill a suspended rank."""
+    config = tmp_path / "appliance.toml"
+    config.write_text("fronts = 2\nhang_timeout_s = 600\n")
+    with service("--config", str(config)) as running:
+        yield running
+
+
+@contextmanager
+def unfinished_streams(running: Service, count: int) -> Iterator[list[Stream]]:
+    """Yield streams that have begun. They cannot end during the block, because the rank is suspended."""
+    rank = psutil.Process(running.replica()["pids"][0])
+    while True:
+        streams = [Stream(running, max_tokens=TOKENS) for _ in range(count)]
+        for stream in streams:
+            assert stream.begun.wait(120)
+        rank.suspend()
+        if running.status()["queue"]["running"] == count:
+            break
+        # On a busy machine, a stream may have ended before the last one had begun.
+        rank.resume()
+        for stream in streams:
+            stream.join(180)
+    yield streams
+    rank.resume()
 
 
 def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
     with service("--tensor-parallel-size", "2") as running:
-        undisturbed = Stream(running, max_tokens=TOKENS_OF_RANKS)
+        undisturbed = Stream(running, max_tokens=TOKENS)
         undisturbed.join(180)
         assert undisturbed.finish_reason == "length", undisturbed.error
         for deaths, victim in enumerate((1, 0), start=1):
-            pids = running.replica()["pids"]
+            pids, began = running.replica()["pids"], time.time()
             assert len(pids) == 2
-            streams = [Stream(running, max_tokens=TOKENS_OF_RANKS) for _ in range(3)]
+            streams = [Stream(running, max_tokens=TOKENS) for _ in range(3)]
             for stream in streams:
                 assert stream.begun.wait(120)
             psutil.Process(pids[victim]).kill()
@@ -142,12 +170,13 @@ def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
             # count.
             running.wait_until(lambda: len(running.descendants()) == 3, 60, "no process but the new ones")
             everybody = running.descendants()
-            rows = running.wait_until(
-                lambda deaths=deaths: resubmitted_rows(running, 3 * deaths),
-                60,
-                "the rows of the resubmitted requests",
+            running.wait_until(
+                lambda deaths=deaths: len(ended(running)) == 1 + 4 * deaths, 60, "the rows of all requests"
             )
-            assert {row["billed_tokens"] for row in rows} == {TOKENS_OF_RANKS}
+            resubmissions = [row["resubmissions"] for row in running.rows(since=began, status=200)]
+            # On a busy machine, a stream may have ended before the rank was killed.
+            assert 1 in resubmissions and {*resubmissions} <= {0, 1}
+            assert [row["billed_tokens"] for row in running.rows()].count(TOKENS) == 1 + 3 * deaths
             # The only rendezvous directory left is that of the new ranks.
             assert len(list(running.run_dir.glob("ranks-*"))) == 1
         running.stop()
@@ -155,23 +184,9 @@ def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
         assert [path.name for path in running.run_dir.iterdir()] == ["service.lock"]
 
 
-def resubmitted_rows(running: Service, count: int) -> list[dict[str, Any]]:
-    """Return the rows of requests that were resubmitted once, or an empty list if there are fewer than
-    `count`."""
-    rows = [row for row in running.rows() if row["resubmissions"]]
-    assert len(rows) <= count and all(row["resubmissions"] == 1 for row in rows)
-    return rows if len(rows) == count else []
-
-
-def test_a_killed_front_closes_its_connections_and_no_others(tmp_path: Path) -> None:
-    config = tmp_path / "appliance.toml"
-    config.write_text("fronts = 2\nhang_timeout_s = 600\n")
-    with service("--config", str(config)) as running:
-        fronts, rank = running.status()["fronts"], psutil.Process(running.replica()["pids"][0])
-        streams = [Stream(running, max_tokens=500) for _ in range(6)]
-        for stream in streams:
-            assert stream.begun.wait(120)
-        rank.suspend()  # no stream can end before the front is killed
+def test_a_killed_front_closes_its_connections_and_no_others(two_fronts: Service) -> None:
+    running, fronts = two_fronts, two_fronts.status()["fronts"]
+    with unfinished_streams(running, 6) as streams:
         psutil.Process(fronts[0]["pid"]).suspend()
         accepted = running.status()["sockets"][0]["accepted"]
         # The front accepts some of these connections, but reads none of their data.
@@ -181,59 +196,54 @@ def test_a_killed_front_closes_its_connections_and_no_others(tmp_path: Path) -> 
         )
         psutil.Process(fronts[0]["pid"]).kill()
         wait_exited([fronts[0]["pid"]], 60.0)
-        rank.resume()
-        for stream in unread:
-            stream.join(180)
-            assert stream.finish_reason == "length", stream.error
-        for stream in streams:
-            stream.join(180)
-            assert not stream.is_alive()
-        assert sum(stream.error is not None for stream in streams) == 3
-        assert sum(stream.finish_reason == "length" for stream in streams) == 3
-        running.wait_until(
-            lambda: all(front["state"] == "ready" for front in running.status()["fronts"]), 60, "a new front"
-        )
-        assert answer(running)
-        assert answer(running)
-        running.wait_until(
-            lambda: running.replica()["running"] == running.replica()["blocks_used"] == 0,
-            60,
-            "an idle replica without blocks in use",
-        )
-        running.wait_until(lambda: len(ended(running)) == 14, 60, "the rows of all requests")
-        rows = running.rows(finish_reason="cancelled")
-        assert len(rows) == 3
-        assert all(row["error"] for row in rows)
-        running.wait_until(lambda: len(running.descendants()) == 3, 60, "two fronts and a rank")
+    for stream in unread:
+        stream.join(180)
+        assert stream.finish_reason == "length", stream.error
+    for stream in streams:
+        stream.join(180)
+        assert not stream.is_alive()
+    assert sum(stream.error is not None for stream in streams) == 3
+    assert sum(stream.finish_reason == "length" for stream in streams) == 3
+    running.wait_until(
+        lambda: all(front["state"] == "ready" for front in running.status()["fronts"]), 60, "a new front"
+    )
+    assert answer(running)
+    assert answer(running)
+    running.wait_until(
+        lambda: running.replica()["running"] == running.replica()["blocks_used"] == 0,
+        60,
+        "an idle replica without blocks in use",
+    )
+    running.wait_until(lambda: len(ended(running)) >= 14, 60, "the rows of all requests")
+    rows = running.rows(finish_reason="cancelled")
+    assert len(rows) == 3
+    assert all(row["error"] for row in rows)
+    running.wait_until(lambda: len(running.descendants()) == 3, 60, "two fronts and a rank")
 
 
-def test_a_killed_core_ends_all_processes_and_the_rows_survive() -> None:
-    with service("--fronts", "2") as running:
-        for _ in range(3):
-            answer(running)
-        running.wait_until(lambda: len(ended(running)) == 3, 60, "their rows")
-        finished = ended(running)
-        with ThreadPoolExecutor(STREAMS_OF_CORE) as pool:
-            # The first streams must still run when the last has begun.
-            streams = list(pool.map(lambda _: Stream(running, max_tokens=1900), range(STREAMS_OF_CORE)))
-        for stream in streams:
-            assert stream.begun.wait(120)
+def test_a_killed_core_ends_all_processes_and_the_rows_survive(two_fronts: Service) -> None:
+    running = two_fronts
+    for _ in range(3):
+        answer(running)
+    running.wait_until(lambda: len(ended(running)) == 3, 60, "their rows")
+    finished = ended(running)
+    with unfinished_streams(running, STREAMS_OF_CORE) as streams:
         running.wait_until(lambda: opened(running) == STREAMS_OF_CORE, 60, "their rows to be on the disk")
         children = [process.pid for process in running.descendants()]
         assert len(children) == 3
         running.process.kill()
         running.process.wait()
-        wait_exited(children, 60.0)
-        for stream in streams:
-            stream.join(180)
-            assert not stream.is_alive()
+    wait_exited(children, 60.0)
+    for stream in streams:
+        stream.join(180)
+        assert not stream.is_alive()
 
-        running.start()
-        with sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True) as database:
-            assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        rows = {row["request_id"]: row for row in running.rows()}
-        assert finished <= set(rows)
-        interrupted = [row for row in rows.values() if row["finish_reason"] == "interrupted"]
-        assert len(interrupted) == STREAMS_OF_CORE
-        assert all(row["error"] for row in interrupted)
-        assert answer(running)
+    running.start()
+    with sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    rows = {row["request_id"]: row for row in running.rows()}
+    assert finished <= set(rows)
+    interrupted = [row for row in rows.values() if row["finish_reason"] == "interrupted"]
+    assert len(interrupted) == STREAMS_OF_CORE
+    assert all(row["error"] for row in interrupted)
+    assert answer(running)

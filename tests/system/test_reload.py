@@ -61,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_reload_under_load_applies_the_changes_and_affects_nothing_else(server: Server) -> None:
     running, kept, changed = server.running, server.pids("demo"), server.pids("other")
     front = server.status().fronts[0].pid
-    streams = [Stream(running) for _ in range(4)]
+    streams = [Stream(running, max_tokens=200) for _ in range(2)]
     for stream in streams:
         assert stream.begun.wait(60)
     port = free_port()

@@ -15,7 +15,7 @@ def test_after_a_storm_of_requests_and_kills_nothing_is_lost_or_left_behind() ->
     with configured(SETTINGS, "--fronts", "2", "--tensor-parallel-size", "2") as running:
         kills = streamed = 0
         for seed in range(7, 15):  # on a slow machine, few streams finish between one kill and the next
-            tally = storm(running, seconds=10, seed=seed, kill_every_s=3.0)
+            tally = storm(running, seconds=6, seed=seed, kill_every_s=2.0)
             check_service(running, tally)
             kills, streamed = kills + tally.kills, streamed + tally.outcomes.get("streamed", 0)
             if kills >= 2 and streamed > 5:

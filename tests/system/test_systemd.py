@@ -31,11 +31,14 @@ SERVICE = "appliance.service"
 DROP_IN = "/etc/appliance/conf.d/20-test.toml"
 WATCHDOG_S = 30
 HANG_S = 20
+STOP_S = 6
+"""Time in seconds in which the service must stop or ask systemd for more time. A drain in the tests takes
+longer."""
 LONG = {"model": "demo", "prompt": "import ", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
 
 
 class Server:
-    """The service in the machine, and clients on the host. The clients reach the service's socket through
+    """The service in the machine, and clients on the host. The clients reach the service's sockets through
     /proc."""
 
     def __init__(self, inside: Machine) -> None:
@@ -61,18 +64,29 @@ class Server:
         names = ("ActiveState", "MainPID", "NRestarts", "StatusText", "Result")
         return self.inside.show(SERVICE, *names)
 
+    def ask_admin(self, path: str) -> Any:
+        """Return the answer of a read-only route of the admin API."""
+        transport = httpx.HTTPTransport(uds=str(self.inside.root / "run/appliance/admin.sock"), verify=False)
+        with httpx.Client(transport=transport, base_url="http://appliance", timeout=180) as admin:
+            answer = admin.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def status(self) -> Any:
+        return self.ask_admin("/status")
+
     def replica(self) -> Any:
-        return self.inside.appliance("status")["models"][0]["replicas"][0]
+        return self.status()["models"][0]["replicas"][0]
 
     def children(self) -> list[int]:
         """Return the process ids of every front and rank."""
-        status = self.inside.appliance("status")
+        status = self.status()
         ranks = [pid for model in status["models"] for one in model["replicas"] for pid in one["pids"]]
         return ranks + [front["pid"] for front in status["fronts"]]
 
     def rows(self, **wanted: Any) -> dict[str, Any]:
         """Return the rows of the request log whose columns have these values, keyed by request id."""
-        rows = self.inside.appliance("requests", "--limit", "1000")
+        rows = self.ask_admin("/request-log?limit=1000")["rows"]
         assert len(rows) == len({row["request_id"] for row in rows}), "a request has two rows"
         return {
             row["request_id"]: row
@@ -158,8 +172,7 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
         f"{unit}.d/test.conf": "[Service]\n"
         f'Environment="PYTHONPATH={ROOT}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n'
-        "TimeoutStopSec=6s\n"  # shorter than a drain, so the service has to ask systemd for more time to stop
-        f"{shown_to_the_sandbox()}",
+        f"TimeoutStopSec={STOP_S}s\n{shown_to_the_sandbox()}",
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
         "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 500\n",
     }
@@ -283,7 +296,7 @@ def test_a_killed_core_is_restarted_and_waiting_clients_are_served(
 ) -> None:
     # The rows of earlier requests must be on the disk.
     server.inside.wait_until(
-        lambda: not any(one["lag_rows"] for one in server.inside.appliance("status")["databases"]),
+        lambda: not any(one["lag_rows"] for one in server.status()["databases"]),
         60,
         "every row to be on the disk",
     )
@@ -308,7 +321,7 @@ def test_a_killed_core_is_restarted_and_waiting_clients_are_served(
     server.wait_active(but=before["MainPID"])
     assert int(server.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
     told = f"the previous run (process {before['MainPID']}) was killed or crashed"
-    assert any(told in one["description"] for one in server.inside.appliance("status")["problems"])
+    assert any(told in one["description"] for one in server.status()["problems"])
     server.inside.wait_until(
         lambda: not any(process.is_running() for process in killed), 60, "the end of all processes"
     )
@@ -366,10 +379,8 @@ def test_commands_find_the_service_of_the_unit_and_nothing_in_tmp(server: Server
     seen = inside.run(*as_operator, command, "status", "--json")
     assert json.loads(seen.stdout)["run_dir"] == "/run/appliance"
     assert json.loads(inside.run(*as_operator, command, "requests", "--json").stdout)
-    transport = httpx.HTTPTransport(uds=str(inside.root / "run/appliance/admin.sock"), verify=False)
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=180) as admin:
-        assert admin.get("/audit/verify").json()["ok"]
-        found = admin.get("/findings").json()
+    assert server.ask_admin("/audit/verify")["ok"]
+    found = server.ask_admin("/findings")
     assert found["state_dir"] == "/var/lib/appliance"
     assert not [one for one in found["findings"] if "check failed" in one["text"]]
 
@@ -415,10 +426,16 @@ def test_models_in_srv_are_served_and_models_in_home_need_the_drop_in(server: Se
 
 
 def test_stop_drains_and_leaves_nothing(server: Server) -> None:
-    stream = Stream(server, max_tokens=1500)
+    ranks = [str(pid) for pid in server.replica()["pids"]]
+    stream = Stream(server)
     assert stream.begun.wait(120)
+    server.inside.run("kill", "-STOP", *ranks)
     assert stream.is_alive()
-    server.inside.systemctl("stop", SERVICE)
+    with ThreadPoolExecutor(1) as pool:
+        stop = pool.submit(server.inside.systemctl, "stop", SERVICE)
+        assert wait([stop], timeout=STOP_S + 2).not_done
+        server.inside.run("kill", "-CONT", *ranks)
+        stop.result()
     stream.join(300)
     assert stream.error is None
     assert stream.lines[-1] == "data: [DONE]"
