@@ -26,11 +26,11 @@ from tests.system.service import APPLIANCE, CALL_TIMEOUT_S, Service, service
 
 pytestmark = pytest.mark.system
 
-TOKENS = 24
+TOKENS = 8
 LONG = 200
 NOTICE_S = 15.0
 FRONTS = 2
-PAUSE_S = 0.2
+PAUSE_S = 0.5
 """Pause of each client between two requests. The notice period contains many requests of each client."""
 
 
@@ -60,6 +60,8 @@ class Answer:
         self.model, self.status, self.code = model, status, code
         self.retry_after, self.tokens = retry_after, tokens
         self.at = self.began = time.monotonic()
+        self.ended_a_stream = False
+        """Whether a stream had begun and ended with an error, which has no headers."""
 
     @property
     def refused(self) -> bool:
@@ -85,7 +87,9 @@ def ask(http: httpx.Client, model: str, *, stream: bool = False, tokens: int = T
     errors = [json.loads(event)["error"] for event in events if '"error"' in event]
     if errors:
         assert len(errors) == 1 and events[-1] != "[DONE]"
-        return Answer(model, 503, errors[0]["code"], None, 0)
+        ended = Answer(model, 503, errors[0]["code"], None, 0)
+        ended.ended_a_stream = True
+        return ended
     assert events[-1] == "[DONE]"
     return Answer(model, 200, "", None, json.loads(events[-2])["usage"]["completion_tokens"])
 
@@ -127,6 +131,25 @@ class Load:
             thread.join(300)
             assert not thread.is_alive(), "a client is still waiting"
 
+    def wait_for_a_refusal(self) -> None:
+        """Wait until a request is served although every front reports "not ready", and then until a request
+        is refused. In between, the replica is suspended, so that its requests keep the drain from ending."""
+
+        def served() -> bool:
+            announced = [*self.not_ready.values()]
+            return len(announced) == 2 * FRONTS and any(
+                answer.began > max(announced) for answer in self.of("demo")
+            )
+
+        running = self.running
+        rank = psutil.Process(running.replica()["pids"][0])
+        running.wait_until(served, 60, "an answer after every front has reported that it is not ready")
+        rank.suspend()
+        running.wait_until(lambda: status(running).drains[0].state != "announced", 60, "the notice to end")
+        with running.http() as http:
+            self.answers.append(ask(http, "demo"))
+        rank.resume()
+
     def of(self, model: str) -> list[Answer]:
         return [answer for answer in self.answers if answer.model == model]
 
@@ -159,7 +182,7 @@ class Load:
                     self.not_ready.setdefault(number, time.monotonic())
                 elif number in self.not_ready:
                     self.ready_again.setdefault(number, time.monotonic())
-                self._stop.wait(0.1)
+                self._stop.wait(0.25)
 
 
 def check(load: Load, *, broken_connections: bool = False) -> None:
@@ -168,7 +191,7 @@ def check(load: Load, *, broken_connections: bool = False) -> None:
     assert {answer.status for answer in load.answers} <= {200, 503}
     assert {answer.tokens for answer in load.answers if not answer.refused} == {TOKENS}
     assert {answer.code for answer in load.refusals} <= {"draining"}
-    assert all(int(answer.retry_after or 0) > 0 for answer in load.refusals)
+    assert all(int(answer.retry_after or 0) > 0 for answer in load.refusals if not answer.ended_a_stream)
     assert broken_connections or not load.cut_off
 
 
@@ -231,12 +254,12 @@ def test_a_drain_under_load_loses_nothing_and_says_not_ready_before_it_refuses(p
     load = Load(server)
     load.probe("")
     with load, draining(server, "--grace", "60s", "--json") as process:
+        load.wait_for_a_refusal()
         out, errors = process.communicate(timeout=600)
         assert process.returncode == 0, errors
         looks = [json.loads(line) for line in out.splitlines()]
         assert [looks[0]["state"], looks[-1]["state"]] == ["announced", "drained"]
         assert looks[-1]["ended"] == looks[-1]["running"] == looks[-1]["queued"] == 0
-        server.wait_until(lambda: load.refusals, 60, "a refusal")
         assert status(server).state == "drained"
         server.command("resume")
         server.wait_until(lambda: len(load.ready_again) == 2 * FRONTS, 60, "ready probes")
@@ -257,8 +280,8 @@ def test_a_drain_of_one_model_leaves_the_other_alone(patient: Service) -> None:
     load = Load(server, ("demo", "other"))
     load.probe("demo")
     with load, draining(server, "--model", "demo", "--grace", "60s") as process:
+        load.wait_for_a_refusal()
         assert process.wait(600) == 0
-        server.wait_until(lambda: load.refusals, 60, "a refusal")
         with server.http() as http:
             for path, code in (("", 200), ("?model=other", 200), ("?model=demo", 503)):
                 assert http.get(f"/health/ready{path}").status_code == code
@@ -337,6 +360,7 @@ def test_sigterm_under_load_drains_the_service_and_leaves_nothing_behind(
         load.probe("")
         with load:
             running.process.send_signal(signal.SIGTERM)
+            load.wait_for_a_refusal()
             assert running.process.wait(600) == 0
         check(load, broken_connections=True)
         check_order(load)
