@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,8 @@ class Plan:
     """Time, in seconds, from the start of the attackers to the first measured request."""
     processes: int = 2
     """Number of attacking processes in a flood."""
+    min_requests: int = 0
+    """Number of requests of each attacking process until which a flood goes on."""
     idle_s: float = 30.0
     """Time, in seconds, between the end of a flood and the memory comparison."""
     max_ratio: float = 3.0
@@ -297,7 +299,7 @@ def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
     use."""
     seconds = plan.start_s + plan.requests / plan.rate + 1.0
     load = Orders("cpu_load", "", seconds, 0)
-    flooding = orders_of(flood, attacked, seconds, key)
+    flooding = replace(orders_of(flood, attacked, seconds, key), min_requests=plan.min_requests)
     everyone = processes_of(attacked.running)
     memory = PeakMemory({name: one for name, one in everyone.items() if not name.startswith("replica")})
     memory.start()

@@ -28,9 +28,11 @@ def test_floods_neither_stall_another_tenants_requests_nor_leave_memory_in_use(
     attacked: tuple[Target, str],
 ) -> None:
     # Without limits on connections, a flood of pipelined requests stalled other requests for 20 s, and the
-    # fronts grew to 2.3 GB. A busy machine may delay a few requests as much, but not half of them.
+    # fronts grew to 2.3 GB. A busy machine may delay a few requests as much, but not half of them, unless it
+    # is nearly as slow without the flood.
     plan = Plan(
-        rounds=3,
+        rounds=1,
+        min_requests=100,
         requests=20,
         rate=10.0,
         start_s=1.0,
@@ -44,13 +46,13 @@ def test_floods_neither_stall_another_tenants_requests_nor_leave_memory_in_use(
     assert len(rows) == 2
     for row in rows:
         assert not row.failures, row
-        assert row.p50_ms < 8000, row
+        assert row.p50_ms < max(8000, 10 * row.baseline_p50_ms), row
         assert row.attackers["requests"] > 100
 
 
 def test_mixed_traffic_with_attacks_loses_no_request(attacked: tuple[Target, str]) -> None:
     # Memory is still growing shortly after the start, so only the long version checks its growth.
-    result, _ = run(*attacked, seconds=10.0, count=3, every_s=0.2)
+    result, _ = run(*attacked, seconds=6.0, count=3, every_s=0.2)
     assert result["failures"] == []
     assert result["requests"] >= 3
     assert result["attackers"]["requests"] > 100
