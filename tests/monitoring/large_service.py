@@ -4,11 +4,11 @@ and 500 unfinished requests; 25 requests end per second."""
 from __future__ import annotations
 
 import random
-from array import array
 from collections import deque
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus
 from appliance.protocol.status import CLASS_NAMES, ClassStatus, FrontStatus
@@ -58,7 +58,7 @@ class _Pool:
     def __init__(self, rng: random.Random) -> None:
         self._owned: dict[str, list[int]] = {}
         self._tenants: dict[str, str] = {}
-        self._used_at = [-1] * BLOCKS
+        self._used_at = np.full(BLOCKS, -1)
         """When each block was last used; -1 for a block that has never been used."""
         order = list(range(BLOCKS))
         rng.shuffle(order)
@@ -70,8 +70,7 @@ class _Pool:
         for name in self._owned.keys() - {one.request_id for one in requests}:
             blocks = self._owned.pop(name)
             self._free.extend(blocks)
-            for block in blocks:
-                self._used_at[block] = now
+            self._used_at[blocks] = now
         for one in requests:
             owned = self._owned.setdefault(one.request_id, [])
             self._tenants[one.request_id] = one.tenant
@@ -80,16 +79,16 @@ class _Pool:
 
     def map(self, now: int) -> BlockMap:
         """Return the state of the blocks."""
-        owners = array("H", [NO_OWNER]) * BLOCKS
-        states = bytearray(0 if at < 0 else 1 for at in self._used_at)
-        ages = bytearray(0 if at < 0 else (1 + now - at).bit_length() - 1 for at in self._used_at)
+        owners = np.full(BLOCKS, NO_OWNER, np.uint16)
+        used = self._used_at >= 0
+        states = used.astype(np.uint8)
+        ages = np.where(used, np.log2(1 + now - self._used_at), 0).astype(np.uint8)
         for number, blocks in enumerate(self._owned.values()):
-            for block in blocks:
-                owners[block], states[block], ages[block] = number, 2, 0
+            owners[blocks], states[blocks], ages[blocks] = number, 2, 0
         return BlockMap(
-            states=bytes(states),
+            states=states.tobytes(),
             owners=owners.tobytes(),
-            ages=bytes(ages),
+            ages=ages.tobytes(),
             requests=list(self._owned),
             tenants=[self._tenants[name] for name in self._owned],
             request_blocks=[len(one) for one in self._owned.values()],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sqlite3
 import statistics
 import time
@@ -20,7 +19,10 @@ from store.writer import Writer
 from tests.monitoring.large_service import large_service
 
 START, RECORDED_S, DAY_S = 1_800_000_000, 216, 86_400
-LIMIT_MB, LIMIT_OPEN_S = 145, 0.3
+LIMIT_MB = 145
+LIMIT_OPEN = 20
+"""Maximum CPU time for opening a second, as a multiple of the CPU time for recording one. It is about 7,
+because up to 30 differences are applied to a complete record."""
 
 
 def test_a_day_of_a_large_service_fits_the_documented_size_and_a_minute_opens_quickly(
@@ -31,9 +33,12 @@ def test_a_day_of_a_large_service_fits_the_documented_size_and_a_minute_opens_qu
     writer = Writer(path, HISTORY, synchronous="NORMAL")
     writer.start()
     telemetry, splitter, encoder = TelemetryLog(writer), Splitter(), DetailEncoder()
+    recorded_s = []
     for snapshot, blocks in large_service(START, RECORDED_S):
+        began = time.thread_time()
         sample = splitter.split(snapshot.at, sampled_tree(snapshot))
         assert telemetry.record(sample, encoder.encode(snapshot, blocks))
+        recorded_s.append(time.thread_time() - began)
     telemetry.close()
     assert writer.flush(600)
     writer.close()
@@ -47,11 +52,11 @@ def test_a_day_of_a_large_service_fits_the_documented_size_and_a_minute_opens_qu
     assert f"at most {LIMIT_MB} MB" in documented
 
     past, opened_s = PastReader(path), []
-    for _ in range(50):
+    for second in range(5, RECORDED_S, 10):
         began = time.thread_time()
-        past.snapshot(SnapshotQuery(at=START + random.uniform(0, RECORDED_S)))
+        past.snapshot(SnapshotQuery(at=START + second + 0.5))
         opened_s.append(time.thread_time() - began)
-    assert statistics.median(opened_s) <= LIMIT_OPEN_S
+    assert statistics.median(opened_s) <= LIMIT_OPEN * statistics.median(recorded_s)
 
 
 def mean_bytes(path: Path, table: str, column: str) -> float:
