@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +17,10 @@ from appliance.channel.served_models import ServedModel
 from tests.front.harness import MODEL, Harness, write_model
 from tests.system.attacks.watched_front import MEASUREMENTS
 
-MAX_BLOCKED_S = 0.05
-"""Maximum time for which the loop may be blocked, in seconds of CPU time. CPU time does not depend on the
-load of the machine."""
+MAX_BLOCKED = 6.0
+"""Maximum CPU time for which the loop may be blocked, as a multiple of the CPU time for decoding `REFERENCE`,
+which takes 8 to 10 ms. Their ratio depends neither on the speed of the machine nor on its load."""
+REFERENCE = b"[" + b"1," * 200_000 + b"1]"
 TRIES = 15
 """Number of attempts. Only the best one counts, because the loop may also do other work between the two
 heartbeats around a request, and a busy machine may interrupt the loop while another thread of the front
@@ -52,6 +54,17 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness,
     harness.start()
     yield harness, measurements
     harness.close()
+
+
+def blocked(measurements: Measurements) -> float:
+    """Return the longest CPU time for which the loop was blocked, as a multiple of the CPU time for decoding
+    `REFERENCE`: the lowest of three measurements, because other processes slow them down."""
+    longest_s, reference_s = max(MEASUREMENTS.unpack_from(measurements)), float("inf")
+    for _ in range(3):
+        began = time.thread_time()
+        json.loads(REFERENCE)
+        reference_s = min(reference_s, time.thread_time() - began)
+    return longest_s / reference_s
 
 
 def raw(field: str, value: bytes) -> bytes:
@@ -233,26 +246,24 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Measurements],
     body = make()
     assert len(body) <= BODY
     status, message = REFUSED.get(name, (200, ""))
-    best = (float("inf"), float("inf"))
+    best = float("inf")
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=600) as client:
         for _ in range(TRIES):
             MEASUREMENTS.pack_into(measurements, 0, 0.0, 0.0)
             headers = {"content-type": "application/json", **HEADERS.get(name, {})}
             answer = client.post("http://front" + path, content=body, headers=headers)
             assert answer.status_code == status and message in answer.text, answer.text[:300]
-            best = min(best, MEASUREMENTS.unpack_from(measurements), key=max)
-            if max(best) < MAX_BLOCKED_S:
+            best = min(best, blocked(measurements))
+            if best < MAX_BLOCKED:
                 break
-    blocked = f"blocked for {best[0] * 1e3:.0f} ms, {best[1] * 1e3:.0f} ms with other threads"
-    print(f"{name}: {answer.status_code}, {blocked}")
-    assert max(best) < MAX_BLOCKED_S, blocked
+    print(f"{name}: {answer.status_code}, blocked for {best:.1f} × the reference")
+    assert best < MAX_BLOCKED
 
 
 def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Measurements]) -> None:
     front, measurements = watched
-    samples, tries = 128, 6
+    samples, tries, best = 128, 6, float("inf")
     body = completion(prompt=[300] * 250_000, n=samples, max_tokens=1000, stream=True, ignore_eos=True)
-    best = (float("inf"), float("inf"))
     front.step_s = front.replica.step_s = 0.5
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=600) as client:
         headers = {"content-type": "application/json"}
@@ -266,10 +277,10 @@ def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Mea
                 front.call(dying.die)
                 front.wait_for(lambda: len(survivor.submits) == samples, 120)  # noqa: B023
                 assert {submit.first_sample for submit in survivor.submits} == set(range(samples))
-                best = min(best, MEASUREMENTS.unpack_from(measurements), key=max)
-                if max(best) < MAX_BLOCKED_S:
+                best = min(best, blocked(measurements))
+                if best < MAX_BLOCKED:
                     break
-    assert max(best) < MAX_BLOCKED_S, f"blocked for {best[0] * 1e3:.0f} ms"
+    assert best < MAX_BLOCKED
 
 
 def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Measurements]) -> None:
