@@ -22,7 +22,7 @@ from store.requests import RequestLog, RequestRow
 from store.schemas import CONTENTS, HISTORY
 from store.writer import Writer
 from tests.system.attacks.reading import doctor, no_problem, problem
-from tests.system.service import APPLIANCE, Service
+from tests.system.service import APPLIANCE, Forked, Service
 from tests.system.test_deaths import answer
 from tests.system.traffic import Load, ended
 
@@ -51,7 +51,7 @@ def disk() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def stopped(disk: Path) -> Iterator[Service]:
     """Yield a service that is not running. Its databases already exist."""
-    service = Service(disk.parent)
+    service = Forked(disk.parent)
     assert service.state_dir == disk
     for database in (
         ControlStore(disk / "control.db"),

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from tests.system.attacks.reading import doctor, no_problem, problem
-from tests.system.service import APPLIANCE, Service
+from tests.system.service import Forked
 from tests.system.test_deaths import answer
 
 pytestmark = pytest.mark.system
 
 
-class Piped(Service):
+class Piped(Forked):
     """A service that writes its standard error to a pipe. The test can read the pipe or leave it unread."""
 
     def __init__(self, folder: Path) -> None:
@@ -32,10 +32,10 @@ class Piped(Service):
         self.text = ""
 
     def start(self) -> Piped:
-        command = [APPLIANCE, "serve", "--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir)]
+        words = ["serve", "--run-dir", str(self.run_dir), "--state-dir", str(self.state_dir)]
         self.log_path.touch()
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=self.writer, start_new_session=True
+        self.process = self._popen(
+            words, stdin=subprocess.DEVNULL, stderr=self.writer, start_new_session=True
         )
         threading.Thread(target=self._read, daemon=True).start()
         self.wait_until(self.ready, 180, "the service to be ready")
@@ -79,7 +79,7 @@ def running() -> Iterator[Piped]:
 def test_a_stalled_reader_of_the_log_blocks_no_process(running: Piped) -> None:
     running.stall()
     front, rank = running.status()["fronts"][0]["pid"], running.replica()["pids"][0]
-    running.command("keys", "create", "--name", "logged")  # the core logs this command
+    running.key("logged")  # the core logs this action
     psutil.Process(front).kill()  # the core logs the killed front, and the new front logs its start
     psutil.Process(rank).kill()
     running.wait_until(
