@@ -15,7 +15,7 @@ _HIDDEN, _HEADS, _LAYERS, _MLP = 32, 2, 1, 32
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def write_constant_checkpoint(folder: Path, token_id: int) -> Path:
+def write_constant_checkpoint(folder: Path, token_id: int, head_dim: int = 16) -> Path:
     """Write a checkpoint that has the shipped model's tokenizer and, with greedy sampling, generates only the
     token `token_id`.
 
@@ -32,7 +32,7 @@ def write_constant_checkpoint(folder: Path, token_id: int) -> Path:
         "num_hidden_layers": _LAYERS,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _HEADS,
-        "head_dim": _HIDDEN // _HEADS,
+        "head_dim": head_dim,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
@@ -48,8 +48,13 @@ def write_constant_checkpoint(folder: Path, token_id: int) -> Path:
     }
     for number in range(_LAYERS):
         layer = f"model.layers.{number}"
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            tensors[f"{layer}.self_attn.{name}.weight"] = torch.zeros(_HIDDEN, _HIDDEN)
+        for name, shape in (
+            ("q_proj", (_HEADS * head_dim, _HIDDEN)),
+            ("k_proj", (_HEADS * head_dim, _HIDDEN)),
+            ("v_proj", (_HEADS * head_dim, _HIDDEN)),
+            ("o_proj", (_HIDDEN, _HEADS * head_dim)),
+        ):
+            tensors[f"{layer}.self_attn.{name}.weight"] = torch.zeros(*shape)
         for name, shape in (
             ("gate_proj", (_MLP, _HIDDEN)),
             ("up_proj", (_MLP, _HIDDEN)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from appliance.client import ServiceNotRunningError
 from appliance.settings import demo_model_folder
+from tests.checkpoints import write_constant_checkpoint
 from tests.system.attacks.reading import doctor, no_problem, problem
 from tests.system.service import Service, service
 
@@ -47,7 +47,7 @@ def test_models_with_bad_files_are_reported_and_the_others_keep_serving(
     flags = ["--model", f"demo={demo_model_folder()}", "--kv-blocks", "50"]
     good = (Path(demo_model_folder()) / "tokenizer_config.json").read_text()
     for name, (change, _) in BROKEN.items():
-        shutil.copytree(demo_model_folder(), tmp_path / name)
+        write_constant_checkpoint(tmp_path / name, token_id=100)
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(json.loads(good) | change))
         flags += ["--model", f"{name}={tmp_path / name}"]
     # The service as a whole never becomes ready, because some of its models cannot be served.

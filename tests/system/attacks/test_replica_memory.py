@@ -15,8 +15,8 @@ pytestmark = pytest.mark.system
 
 
 def test_memory_rises_with_the_first_use_of_each_kv_block_and_then_stays(tmp_path: Path) -> None:
-    draw, blocks = random.Random(11), 4000
-    model = write_constant_checkpoint(tmp_path / "demo", token_id=100)
+    draw, blocks = random.Random(11), 1000
+    model = write_constant_checkpoint(tmp_path / "demo", token_id=100, head_dim=64)
     with service("--model", f"demo={model}", "--kv-blocks", str(blocks), kind=Service) as running:
         kv_mb = running.replica()["kv_bytes"] / MEGABYTE
         # The first prompts of this length also allocate a workspace and compile kernels, so they are not
