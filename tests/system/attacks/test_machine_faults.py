@@ -82,7 +82,7 @@ def test_jumps_of_the_clock_change_no_quota_and_remove_no_row(
         assert [ask(http, key, [7]).status_code for _ in range(3)] == [200, 200, 429]
         running.wait_until(lambda: len(running.rows(state="ended")) >= 3, 60, "the rows")
         asked = {row["request_id"] for row in running.rows()}
-        for jump, hours in (("+1h", "+1.0"), ("-1h", "-1.0"), ("-365d", "-8,760.0"), ("+365d", "+8,760.0")):
+        for jump, hours in (("+1h", "+1.0"), ("-365d", "-8,760.0"), ("+365d", "+8,760.0")):
             setting.write_text(jump)
             problem(running, "clock", f"the system clock was changed by {hours} hours")
             jumped_at = time.monotonic()

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -71,18 +71,21 @@ def memory(process: psutil.Process) -> int:
         return 0
 
 
-@pytest.mark.parametrize(("content", "message"), [("endless", "CPU time"), ("hungry", "memory")])
+@pytest.mark.parametrize(
+    ("content", "conversations", "message"), [("endless", 1, "CPU time"), ("hungry", 2, "memory")]
+)
 def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
-    hostile: Service, content: str, message: str
+    hostile: Service, content: str, conversations: int, message: str
 ) -> None:
     most = answered = 0
-    with hostile.http() as http, hostile.http() as other, ThreadPoolExecutor(2) as threads:
-        # The two conversations are rendered one after the other.
-        asked = [threads.submit(chat, other, "hostile", content) for _ in range(2)]
+    with hostile.http() as http, hostile.http() as other, ThreadPoolExecutor(conversations) as threads:
+        # Two conversations are rendered one after the other.
+        asked = [threads.submit(chat, other, "hostile", content) for _ in range(conversations)]
         while not answered or not all(one.done() for one in asked):
             assert chat(http, "demo", "hi").status_code == 200
             answered += 1
             most = max(most, *map(memory, workers(hostile)), 0)
+            wait(asked, 0.1 if content == "endless" else 0.0)
         for answer in (one.result() for one in asked):
             if answer.status_code == 503:
                 # On a busy machine, the limit on the time that a conversation waits can be exceeded first.
