@@ -78,14 +78,8 @@ def limited(attacked: Target, limits: str) -> Iterator[Target]:
 
 
 @pytest.fixture(scope="session")
-def one_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """Start a service with one front. Each module sets its own limits on it."""
-    with target(tmp_path_factory.mktemp("one-front")) as made:
-        yield made
-
-
-@pytest.fixture(scope="session")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """Start a service with the default limits, shared by the tests of all files."""
-    with target(tmp_path_factory.mktemp("attacked"), fronts=2) as made:
+    """Start a service with one front and the default limits, shared by the tests of all files. A file may
+    replace the limits for its tests."""
+    with target(tmp_path_factory.mktemp("attacked")) as made:
         yield made

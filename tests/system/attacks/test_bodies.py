@@ -30,14 +30,14 @@ LIMIT = 8 * MEGABYTE
 
 
 @pytest.fixture(scope="module")
-def bounded(one_front: Target) -> Iterator[Target]:
+def bounded(attacked: Target) -> Iterator[Target]:
     """Limit the unfinished request bodies in the service's front to 16 MiB per tenant and 24 MiB in total.
     Requests may remain unfinished for longer than any test takes."""
     limits = (
         f"max_body_bytes = {LIMIT}\nmax_tenant_body_bytes = {2 * LIMIT}\nmax_front_body_bytes = {3 * LIMIT}\n"
         "header_timeout_s = 600\nunauthenticated_timeout_s = 600\nbody_timeout_s = 600\n"
     )
-    with limited(one_front, limits) as made:
+    with limited(attacked, limits) as made:
         yield made
 
 
