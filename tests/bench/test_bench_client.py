@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,14 +70,18 @@ def target(fake: FakeServer) -> Target:
 def test_percentiles_match_the_response_times_of_the_server(fake: FakeServer, target: Target) -> None:
     fake.behaviour.ttft_s = lambda number: 0.3 if number == 3 else 0.05
     fake.behaviour.gap_s = 0.02
+    began = time.monotonic()
     summary = statistics(drive(target, 20, concurrency=4))
+    taken_ms = 1000 * (time.monotonic() - began)
     assert summary.succeeded == 20 and not summary.failures
     assert summary.ttft_ms and summary.itl_ms and summary.tpot_ms and summary.e2e_ms
-    # A request is never sent early. How late it is sent depends on the load of the machine.
-    assert 50 <= summary.ttft_ms.p50 < 1000 and summary.ttft_ms.max >= 300
-    assert 18 <= summary.itl_ms.p50 < 500
-    assert 18 <= summary.tpot_ms.p50 < 500
-    assert 130 <= summary.e2e_ms.p50 < 3000
+    # How much longer the times are depends on the machine. The five requests of a connection and the four
+    # gaps of a request follow one another.
+    assert summary.ttft_ms.p50 >= 50 and summary.ttft_ms.max >= 300
+    assert summary.itl_ms.p50 >= 18 and summary.tpot_ms.p50 >= 18
+    assert summary.e2e_ms.p50 >= 130 and summary.e2e_ms.p50 > summary.ttft_ms.p50
+    assert summary.e2e_ms.max < taken_ms and summary.e2e_ms.p50 < taken_ms / 2
+    assert 4 * summary.tpot_ms.p50 < summary.e2e_ms.max and 2 * summary.itl_ms.p50 < summary.e2e_ms.max
     assert (summary.output_tokens, summary.prompt_tokens) == (100, 320)
 
 

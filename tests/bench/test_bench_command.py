@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -140,7 +139,6 @@ def test_a_hopeless_trial_is_stopped_and_a_search_without_a_sustained_rate_fails
     cli: Run, fake: FakeServer, tmp_path: Path, limit: str, reason: str
 ) -> None:
     fake.behaviour.ttft_s = lambda number: 200.0 if number else 0.0
-    began = time.monotonic()
     # With this seed, the only request arrives in the first quarter of the trial, the quarter in which
     # response times are measured. The trial is stopped after 6 s, so that a busy machine sends the request
     # before.
@@ -153,7 +151,6 @@ def test_a_hopeless_trial_is_stopped_and_a_search_without_a_sustained_rate_fails
     assert trial["backlog"]["response_s"] is None
     assert (trial["requests"], trial["unfinished"], trial["succeeded"]) == (1, 1, 0)
     assert trial["reasons"] == [reason]
-    assert time.monotonic() - began < 150
 
 
 def test_answers_that_end_early_count_the_tokens_received(cli: Run, fake: FakeServer) -> None:

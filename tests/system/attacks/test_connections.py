@@ -139,19 +139,17 @@ def test_floods_on_the_sockets_of_operators_and_metrics_do_not_grow_the_core(att
 
 def test_repeated_requests_for_the_admin_apis_description_cost_the_core_little(attacked: Target) -> None:
     core = attacked.running.process.pid
-    request = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-    assert exchange(attacked.admin, request).startswith(b"HTTP/1.1 200 ")
-    least_s = float("inf")
-    for _ in range(5):
+
+    def used_s(path: str, requests: int) -> float:
+        request = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
         before = cpu_s(core)
-        for _ in range(50):
-            exchange(attacked.admin, request)
-        # The measured CPU time includes other work of the core, so only the lowest measurement counts.
-        least_s = min(least_s, cpu_s(core) - before)
-        if least_s < 0.4:
-            break
-    # Building the document takes at least 15 ms.
-    assert least_s < 0.4
+        for _ in range(requests):
+            assert exchange(attacked.admin, request).startswith(b"HTTP/1.1 200 ")
+        return cpu_s(core) - before
+
+    # Building the document takes as long as 30 requests for the status. The measured CPU time includes other
+    # work of the core, so only the best measurement counts.
+    assert any(used_s("/openapi.json", 50) < used_s("/status", 200) for _ in range(5))
 
 
 def test_idle_connections_lock_nobody_out_of_metrics_or_administration(attacked: Target) -> None:
