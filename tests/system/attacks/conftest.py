@@ -12,7 +12,7 @@ import pytest
 from appliance.actions.parameters import ReloadConfig
 from tests.ports import free_port
 from tests.system.attacks.reading import findings
-from tests.system.attacks.wire import Address, tcp_address
+from tests.system.attacks.wire import Address, tcp_address, wait_for
 from tests.system.service import Service, service
 
 
@@ -39,6 +39,15 @@ class Target(NamedTuple):
     def doctor(self) -> list[str]:
         """Return the texts of all of the doctor's findings."""
         return [finding.text for finding in findings(self.running)]
+
+    def wait_for_problem(self, text: str) -> None:
+        """Wait until `status` and `doctor` report a problem with this text."""
+
+        def is_shown() -> bool:
+            return any(text in one["description"] for one in self.running.status()["problems"])
+
+        wait_for(is_shown, f"the problem in the status: {text}")
+        wait_for(lambda: any(text in one for one in self.doctor()), f"the finding of the doctor: {text}")
 
     def answers_local_users(self) -> bool:
         """Return whether the service answers a request on the Unix socket."""

@@ -58,16 +58,6 @@ def unfinished(bounded: Target, count: int, *headers: str) -> Iterator[list[sock
         yield sockets
 
 
-def reported(bounded: Target, text: str) -> None:
-    """Check that `status` and `doctor` report a problem with this text."""
-    bounded.running.wait_until(
-        lambda: any(text in one["description"] for one in bounded.running.status()["problems"]),
-        60,
-        f"the problem: {text}",
-    )
-    wait_for(lambda: any(text in finding for finding in bounded.doctor()), f"the finding: {text}")
-
-
 def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
     memory = Memory(bounded.running)
     with unfinished(bounded, 30, bounded.authorization) as sockets:
@@ -84,7 +74,7 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
         assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
         assert b"too_many_body_bytes" in answer
 
-    reported(bounded, "the bodies of unfinished requests use too much memory")
+    bounded.wait_for_problem("the bodies of unfinished requests use too much memory")
     wait_for(lambda: memory.growth() < 30 * MEGABYTE, "the memory to be returned")
 
 
@@ -170,7 +160,7 @@ def test_the_unfinished_heads_of_a_user_are_bounded_and_reported(bounded: Target
         refused, _, _ = select.select(sockets, [], [], 60)
         answer = read_all(refused[0])
         assert answer.startswith(b"HTTP/1.1 503 ") and b"too_many_header_bytes" in answer
-        reported(bounded, "the headers of unfinished requests use too much memory")
+        bounded.wait_for_problem("the headers of unfinished requests use too much memory")
         assert memory.growth() < 2 * MAX_REQUEST_MEMORY_BYTES
     wait_for(bounded.answers_local_users, "an answer")
 
@@ -191,6 +181,6 @@ def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) 
             sock.sendall(request)
         # The last client reads at once, because its answer is cut off too if it is not read for a minute.
         assert len(read_all(sockets[-1])) >= size
-        reported(bounded, "their clients did not read the responses")
+        bounded.wait_for_problem("their clients did not read the responses")
         assert memory.growth() < 2 * MAX_UNSENT_BYTES
         assert min(len(read_all(sock)) for sock in sockets[:-1]) < size

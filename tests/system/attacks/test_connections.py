@@ -76,16 +76,6 @@ def another_client(attacked: Target) -> Iterator[list[float]]:
         asking.result()
 
 
-def wait_for_problem(attacked: Target, text: str) -> None:
-    """Wait until `status` and `doctor` report a problem with this text."""
-
-    def is_shown() -> bool:
-        return any(text in one["description"] for one in attacked.running.status()["problems"])
-
-    wait_for(is_shown, f"the problem in the status: {text}")
-    wait_for(lambda: any(text in one for one in attacked.doctor()), f"the finding of the doctor: {text}")
-
-
 @pytest.mark.parametrize(
     "request_bytes",
     [
@@ -197,7 +187,7 @@ def test_requests_with_wrong_keys_write_one_log_line_and_are_reported(attacked: 
         # The front and the core each write at most one line every 5 s.
         assert len(logged(text)) - lines[text] <= 2 + (time.monotonic() - started) / 5
     for told in ("had no valid key", "requests on admin.sock were denied: at least 100"):
-        wait_for_problem(attacked, told)
+        attacked.wait_for_problem(told)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "admin"])
@@ -249,7 +239,7 @@ def test_connections_without_a_key_take_no_place_of_others(patient: Target) -> N
     wait_for(
         lambda: patient.running.status()["fronts"][0]["evicted_connections"] >= 80, "the report of the front"
     )
-    wait_for_problem(patient, "max_unauthenticated_connections")
+    patient.wait_for_problem("max_unauthenticated_connections")
 
 
 def test_a_connect_flood_from_one_address_closes_no_connection_of_another(patient: Target) -> None:
@@ -265,7 +255,7 @@ def test_a_connect_flood_from_one_address_closes_no_connection_of_another(patien
             time.sleep(1.0)
             sock.sendall(ask)
             assert read_all(sock).startswith(b"HTTP/1.1 200 OK")
-    wait_for_problem(patient, "max_unauthenticated_connections")
+    patient.wait_for_problem("max_unauthenticated_connections")
 
 
 def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
@@ -288,7 +278,7 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
         assert front["detail"] == "full: all 40 connections are in use, and new connections are refused"
         refused = exchange(small.unix, GET)
         assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
-        wait_for_problem(small, "connections are refused")
+        small.wait_for_problem("connections are refused")
     finally:
         for sock in streams:
             sock.close()
