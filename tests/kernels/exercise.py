@@ -94,8 +94,8 @@ def fuse() -> None:
     pdl = ON_GPU
     values = E4M3 if ON_GPU else torch.float32
     for tokens, width in ((1, 64), (5, 100), (3, 2880)):
-        x = fused_cases._random(tokens, width, dtype=DTYPE)
-        weight = fused_cases._random(width, seed=2, dtype=DTYPE)
+        x = fused_cases.random_tensor(tokens, width, dtype=DTYPE)
+        weight = fused_cases.random_tensor(width, seed=2, dtype=DTYPE)
         _finite(fused.rms_norm(x, weight, 1e-5, pdl=pdl))
         _finite(*fused.rms_norm_fp8(x, weight, 1e-5, values=values, pdl=pdl))
         _finite(fused.silu_mul(x, pdl=pdl))

@@ -21,7 +21,7 @@ on_hopper = pytest.mark.skipif(
 ALL = ("norm", "bias", "residual")
 
 
-def random_tensor(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 

@@ -20,23 +20,15 @@ import torch
 
 from kernels import PAGE_TOKENS, KvPool, Rotation, reference
 from kernels.rope import cos_sin_table, default_frequencies
+from tests.kernels.linear_cases import DEVICE, EPS, POISON, on_gpu, random_tensor
 
 fused = pytest.importorskip("kernels.triton.fused", exc_type=ImportError)
 
-EPS = 1e-5
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
 DTYPES = [
     torch.float32,
     torch.float16,
     pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, on_gpu]),
 ]
-POISON = 77.0
-
-
-def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
 
 def _as_good(found: torch.Tensor, by_torch: torch.Tensor, exact: torch.Tensor) -> None:
@@ -60,19 +52,19 @@ def _norm_exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 4096), (2, 2880), (300, 72)], ids=str)
 def test_a_norm_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, weight = _random(*shape, dtype=dtype), _random(shape[1], seed=1, dtype=dtype)
+    x, weight = random_tensor(*shape, dtype=dtype), random_tensor(shape[1], seed=1, dtype=dtype)
     _as_good(fused.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), _norm_exact(x, weight))
 
 
 def test_zero_tokens_launch_nothing() -> None:
-    empty = _random(0, 64)
-    assert fused.rms_norm(empty, _random(64), EPS).shape == (0, 64)
+    empty = random_tensor(0, 64)
+    assert fused.rms_norm(empty, random_tensor(64), EPS).shape == (0, 64)
     assert fused.silu_mul(empty).shape == (0, 32)
 
 
 def test_a_non_contiguous_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="x has strides"):
-        fused.rms_norm(_random(4, 128)[:, ::2], _random(64), EPS)
+        fused.rms_norm(random_tensor(4, 128)[:, ::2], random_tensor(64), EPS)
 
 
 # ── quantised ────────────────────────────────────────────────────────────────────────────────────────
@@ -87,7 +79,7 @@ def _scaled_only(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
-    x, weight = _random(4, 100), _random(100, seed=1)
+    x, weight = random_tensor(4, 100), random_tensor(100, seed=1)
     x[2] = 0.0
     for found, plain in (
         (fused.rms_norm_fp8(x, weight, EPS, values=torch.float32), fused.rms_norm(x, weight, EPS)),
@@ -105,8 +97,8 @@ def test_quantised_rows_are_scaled_by_their_largest_value() -> None:
 def test_quantised_results_equal_the_reference(tokens: int, dtype: torch.dtype) -> None:
     """The results of silu_mul are bitwise equal. A norm may sum in a different order, which changes the last
     bit of a few results before quantisation and thus changes their quantised values by one step of e4m3."""
-    x, weight = _random(tokens, 4096, dtype=dtype), _random(4096, seed=1, dtype=dtype)
-    gate_up = _random(tokens, 2 * 14336, dtype=dtype)
+    x, weight = random_tensor(tokens, 4096, dtype=dtype), random_tensor(4096, seed=1, dtype=dtype)
+    gate_up = random_tensor(tokens, 2 * 14336, dtype=dtype)
     x[0, :100] = 1e-3
     values, scales = reference.quantise_fp8(fused.silu_mul(gate_up))
     found = fused.silu_mul_fp8(gate_up)
@@ -132,8 +124,10 @@ class Rope:
         self, heads: int, kv_heads: int, size: int, tokens: int, dtype: torch.dtype, norm: bool
     ) -> None:
         self.heads, self.kv_heads, self.size, self.tokens = heads, kv_heads, size, tokens
-        self.qkv = _random(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
-        self.norms = [_random(size, seed=seed, dtype=dtype) for seed in (4, 5)] if norm else [None, None]
+        self.qkv = random_tensor(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
+        self.norms = (
+            [random_tensor(size, seed=seed, dtype=dtype) for seed in (4, 5)] if norm else [None, None]
+        )
         blocks = 4 + tokens // PAGE_TOKENS
         generator = torch.Generator().manual_seed(1)
         self.slots = torch.randperm(blocks * PAGE_TOKENS, generator=generator)[:tokens].to(DEVICE)
@@ -250,7 +244,7 @@ def test_quantised_pages_equal_the_reference(norm: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 48), (3, 4500), (2, 28672)], ids=str)
 def test_silu_mul_is_as_accurate_as_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    gate_up = _random(*shape, dtype=dtype)
+    gate_up = random_tensor(*shape, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     exact = gate / (1 + (-gate).exp()) * up
     _as_good(fused.silu_mul(gate_up), reference.silu_mul(gate_up.clone()), exact)
@@ -266,8 +260,8 @@ def test_pdl_and_a_graph_change_no_bit(tokens: int) -> None:
     """Each kernel in the chain reads the output of the previous kernel. The chain is launched with and
     without PDL, and replayed from a graph with inputs that differ from those at capture."""
     rope = Rope(32, 8, 128, tokens, torch.bfloat16, True)
-    weight = _random(4096, seed=7, dtype=torch.bfloat16)
-    source = _random(tokens, 4096, seed=8, dtype=torch.bfloat16)
+    weight = random_tensor(4096, seed=7, dtype=torch.bfloat16)
+    source = random_tensor(tokens, 4096, seed=8, dtype=torch.bfloat16)
 
     def chain(x: torch.Tensor, pdl: bool) -> list[torch.Tensor]:
         pools, scales = rope.pools(torch.float8_e4m3fn), rope.scales()
