@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.actions.parameters import AddModel
@@ -122,9 +121,7 @@ class Alternating:
 
     def count(self, metric: str) -> dict[str, float]:
         """Return the values of a metric, summed by model."""
-        transport = httpx.HTTPTransport(uds=str(self.running.run_dir / "admin.sock"), verify=False)
-        with httpx.Client(transport=transport, base_url="http://appliance", timeout=CALL_TIMEOUT_S) as client:
-            families = text_string_to_metric_families(client.get("/metrics").text)
+        families = text_string_to_metric_families(self.running.metrics())
         found: dict[str, float] = {}
         for sample in (sample for family in families for sample in family.samples):
             if sample.name == metric:

@@ -167,6 +167,12 @@ class Service:
         transport = httpx.HTTPTransport(uds=str(self.api_socket), verify=False)
         return httpx.Client(transport=transport, base_url="http://appliance", timeout=300)
 
+    def metrics(self) -> str:
+        """Return the metrics that the admin socket serves."""
+        transport = httpx.HTTPTransport(uds=str(self.run_dir / "admin.sock"), verify=False)
+        with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as http:
+            return http.get("/metrics").text
+
     def complete(self, model: str = "demo", **fields: Any) -> httpx.Response:
         """Request a completion of four tokens on a new connection. `fields` are added to the request."""
         body = {"model": model, "prompt": "import ", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,15 +19,15 @@ import pytest
 from appliance.actions.parameters import ReloadConfig
 from appliance.models.gpus import find_gpus
 from appliance.settings import demo_model_folder
-from tests.system.commands import run_appliance
+from tests.system.commands import TIMEOUT_S, run_appliance
 from tests.system.model_swaps import is_rank
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
 SHARD = "model-00002-of-00002.safetensors"
-BOUND_S = 300
-"""Time limit for a load, in seconds. It is far more than any of these loads takes, and less than
-`load_timeout_s`."""
+BOUND_S = TIMEOUT_S
+"""Time limit for a load, in seconds: that of the commands, which raise if a load takes longer. It is far more
+than any of these loads takes, and less than `load_timeout_s`."""
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +72,8 @@ def test_a_file_that_changed_after_the_model_was_added_is_named(
         else:
             file.seek(1 << 20)
             file.write(b"other weights")
-    began = time.monotonic()
     done = running.run("models", "load", "other", "--wait")
     assert done.returncode == 1 and SHARD in done.stderr, done.stderr
-    assert time.monotonic() - began < BOUND_S
     assert_only_the_demo_runs(running, before)
 
 
@@ -113,10 +110,8 @@ def test_a_load_is_cancelled_by_unloading_the_model(running: Service, added: Pat
     (pid,) = running.wait_until(lambda: set(ranks(running)) - before, BOUND_S, "the new rank")
     if hangs:
         os.kill(pid, signal.SIGSTOP)
-    began = time.monotonic()
     done = running.run("models", "unload", "other", "--wait", "--yes")
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < BOUND_S
     assert_only_the_demo_runs(running, before)
 
 
@@ -153,14 +148,12 @@ def test_a_load_whose_rank_hangs_ends_after_load_timeout_s(running: Service, add
     running.act(ReloadConfig())
     try:
         with EveryNewRank(running, lambda pid: os.kill(pid, signal.SIGSTOP)):
-            began = time.monotonic()
             done = running.run("models", "load", "other", "--wait")
     finally:
         config.write_text(settings)
         running.act(ReloadConfig())
     assert done.returncode == 1 and "no progress for" in done.stderr, done.stderr
     assert "raise load_timeout_s" in done.stderr
-    assert time.monotonic() - began < BOUND_S
     assert_only_the_demo_runs(running, before)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.checkpoints import write_constant_checkpoint
@@ -72,9 +71,7 @@ def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
     )
     rows = running.command("requests", "--limit", "1000")
     assert len(rows) - len(before) == sent and {row["unit"] for row in rows} == {"chat"}
-    transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as http:
-        text = http.get("/metrics").text
+    text = running.metrics()
     labels = f'model="chat",unit="{target}",result="compared"'
     assert f"appliance_shadow_requests_total{{{labels}}} {found['compared']}\n" in text
     assert 'tenant="(shadow)"' not in text

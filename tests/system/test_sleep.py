@@ -13,6 +13,7 @@ from appliance.actions.parameters import LoadModel, SleepModel, UnloadModel, Wak
 from appliance.client import AdminClient
 from tests.system.attacks.reading import no_problem
 from tests.system.model_sleeps import TOKEN, Sleeps
+from tests.system.replica_kills import TokenStream
 from tests.system.service import CALL_TIMEOUT_S, service
 
 pytestmark = pytest.mark.system
@@ -88,28 +89,10 @@ def test_rounds_of_sleep_leave_no_descriptors_or_threads_behind(sleeps: Sleeps) 
 
 
 def test_running_requests_finish_before_the_model_sleeps(sleeps: Sleeps) -> None:
-    begun, tokens = threading.Event(), list[int]()
-
-    def stream() -> None:
-        with sleeps.running.client(timeout=WITHIN_S) as client:
-            for chunk in client.completions.create(
-                model="chat",
-                prompt="import ",
-                max_tokens=400,
-                temperature=0,
-                stream=True,
-                extra_body={"ignore_eos": True, "return_token_ids": True},
-            ):
-                for choice in chunk.choices:
-                    tokens.extend((choice.model_extra or {}).get("token_ids") or ())
-                begun.set()
-
-    thread = threading.Thread(target=stream)
-    thread.start()
-    assert begun.wait(WITHIN_S)
+    stream = TokenStream(sleeps.running, "chat", "import ", 400)
+    sleeps.running.wait_until(lambda: stream.token_ids or stream.error, WITHIN_S, "the first token")
     assert sleeps.act(SleepModel(model="chat", wait=True)).state == "sleeping"
-    thread.join(WITHIN_S)
-    assert tokens == [TOKEN] * 400
+    assert stream.end() == [TOKEN] * 400
 
 
 def test_a_model_whose_process_is_killed_while_it_sleeps_is_loaded_again_when_it_wakes(
