@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.checkpoints import write_constant_checkpoint
 from tests.cli.conftest import on_a_terminal
 from tests.system.model_swaps import Swaps
-from tests.system.service import Service, service
+from tests.system.service import APPLIANCE, Service, service
+from tests.system.test_demo import Terminal
+from tests.system.test_load_ends import EveryNewRank
 
 pytestmark = pytest.mark.system
 
@@ -98,8 +101,20 @@ def test_on_a_terminal_a_load_shows_its_stages_and_a_removal_asks_for_the_name(
 ) -> None:
     models(running, "add", f"seen={folders[0]}", *SMALL)
     run_dir = str(running.run_dir)
-    shown = on_a_terminal("models", "load", "seen", "--wait", "--run-dir", run_dir)
-    assert "\rseen@1-0 " in shown and "seen version 1 is ready" in shown
+    stopped: list[int] = []
+
+    def stop(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        stopped.append(pid)
+
+    # A short load could end before the command shows a stage.
+    with EveryNewRank(running, stop):
+        terminal = Terminal([APPLIANCE, "models", "load", "seen", "--wait", "--run-dir", run_dir])
+        terminal.expect("\rseen@1-0 ")
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    terminal.expect("seen version 1 is ready")
+    assert terminal.exit_code() == 0
     models(running, "unload", "seen", "--wait", "--yes")
     shown = on_a_terminal("models", "remove", "seen", "--run-dir", run_dir, typed="seen\n")
     assert "Remove model seen? Type the name to confirm: " in shown
@@ -248,9 +263,7 @@ def test_a_split_sends_each_user_to_one_version_and_the_log_names_it(running: Se
         user: f"chat@{1 + TOKENS.index(token)}" for user, token in zip(users, first, strict=True)
     }
     counted = f'{{model="chat",unit="chat@2",outcome="ok"}} {2 * first.count(TOKENS[1])}\n'
-    transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://appliance", timeout=600) as http:
-        assert f"appliance_arm_requests_total{counted}" in http.get("/metrics").text
+    assert f"appliance_arm_requests_total{counted}" in running.metrics()
     assert "models split chat --clear" in refused(running, "rollback", "chat")
     models(running, "split", "chat", "--clear")
     assert {token_for(running, user) for user in users} == {TOKENS[0]}
