@@ -104,6 +104,11 @@ class ActionDialog(Dialog[Confirmed | None]):
         self._what_if = what_if
         self._place = place
         self._earlier = earlier
+        self._fields: dict[str, Input | Switch] = {}
+        """The fields of the form by the name of the parameter. They are kept because a query for each field
+        would search the whole dialog whenever a snapshot arrives."""
+        self._present_texts: dict[str, Static] = {}
+        """The texts beside the fields, which show the current values."""
 
     def title_text(self) -> str:
         place = f"{self._place}: " if self._place else ""
@@ -156,7 +161,7 @@ class ActionDialog(Dialog[Confirmed | None]):
         empty = (one for one in fields if self._filled.get(one.name, "@").endswith("@"))
         first = next(empty, None)
         if first is not None:
-            self.query_one(f"#field-{first.name}").focus()
+            self._fields[first.name].focus()
         else:
             corrected = next(self._filled_fields(), None) if self._is_repeated and not self.is_small else None
             (corrected or self.query_one("#cancel")).focus()
@@ -181,7 +186,7 @@ class ActionDialog(Dialog[Confirmed | None]):
 
     def _filled_fields(self) -> Iterator[Widget]:
         """Return the fields that have an initial value."""
-        return (field for name in self._filled for field in self.query(f"#field-{name}"))
+        return (self._fields[name] for name in self._filled if name in self._fields)
 
     def _field(self, field: Parameter) -> ComposeResult:
         value = self._filled.get(field.name)
@@ -189,14 +194,18 @@ class ActionDialog(Dialog[Confirmed | None]):
             yield Label(field.label)
             if field.kind == "switch":
                 is_on = field.default is True if value is None else bool(value)
-                yield Switch(value=is_on, id=f"field-{field.name}", compact=True)
+                self._fields[field.name] = Switch(value=is_on, id=f"field-{field.name}", compact=True)
+                yield self._fields[field.name]
                 yield Static(text(field.description), classes="help")
             else:
                 shown = _default_text(field) if value is None else str(value)
                 # A value such as "llama@" is incomplete: the operator still has to add the version number.
                 is_begun = shown.endswith("@")
-                yield Input(shown, id=f"field-{field.name}", compact=True, select_on_focus=not is_begun)
-                now = hidden(f"now-{field.name}")
+                self._fields[field.name] = Input(
+                    shown, id=f"field-{field.name}", compact=True, select_on_focus=not is_begun
+                )
+                yield self._fields[field.name]
+                self._present_texts[field.name] = now = hidden(f"now-{field.name}")
                 now.add_class("now")
                 yield now
 
@@ -212,18 +221,18 @@ class ActionDialog(Dialog[Confirmed | None]):
         defaults."""
         values = dict(self._values)
         for field in entered(self._action):
-            for widget in self.query(f"#field-{field.name}"):
-                if isinstance(widget, Checkbox):
-                    value: Any = widget.value
-                    changed = value != (field.default is True)
-                else:
-                    assert isinstance(widget, Input)
-                    value = widget.value.strip()
-                    changed = value not in ("", _default_text(field))
-                if changed:
-                    values[field.name] = value
-                else:
-                    values.pop(field.name, None)
+            if (widget := self._fields.get(field.name)) is None:
+                continue
+            if isinstance(widget, Switch):
+                value: Any = widget.value
+                changed = value != (field.default is True)
+            else:
+                value = widget.value.strip()
+                changed = value not in ("", _default_text(field))
+            if changed:
+                values[field.name] = value
+            else:
+                values.pop(field.name, None)
         return values
 
     @on(Input.Changed)
@@ -251,11 +260,12 @@ class ActionDialog(Dialog[Confirmed | None]):
     def _show_present(self) -> None:
         """Show each parameter's current value inside its field if the field is empty, otherwise beside it."""
         for field in entered(self._action):
-            for one in self.query(f"Input#field-{field.name}").results(Input):
+            one = self._fields.get(field.name)
+            if isinstance(one, Input):
                 absent = absent_text(self._action, field, self._present)
                 one.placeholder = span(absent).text
                 is_beside = one.value.strip() and field.name in self._present
-                show_text(self.query_one(f"#now-{field.name}", Static), text(absent if is_beside else ""))
+                show_text(self._present_texts[field.name], text(absent if is_beside else ""))
 
     def _named(self, values: Values) -> str | None:
         """Return the target's name, or None if `values` does not contain it."""
