@@ -50,7 +50,7 @@ def launch(sequences: int, kv_heads: int, fp8: bool) -> None:
 if __name__ == "__main__":
     found = {}
     with mock.patch.object(attention_decode, "multiprocessors_of", lambda _device: 132):
-        for sequences, kv_heads, fp8 in ((8, 8, False), (4, 4, True)):
+        for sequences, kv_heads, fp8 in ((8, 8, False), (8, 4, False), (4, 4, True)):
             (job,) = compiling.record(GPU.target, partial(launch, sequences, kv_heads, fp8))
             with compiling._offline(GPU.target):
                 ptx = re.sub(r"//.*", "", job.function.preload(job.specialisation).asm["ptx"])
