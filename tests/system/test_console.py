@@ -97,7 +97,7 @@ def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Ser
         terminal.keys("X")
         terminal.wait_for(f"requests cancel {request_id}")
         confirm(terminal)
-        client_thread.join(60)
+        client_thread.join(300)
         assert answers[0].status_code >= 400
         # The front reports the end of a request to the core only after the client has received the answer.
         running.wait_until(lambda: client.in_flight() == [], 60, "the request's end in the core")

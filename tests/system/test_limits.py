@@ -170,7 +170,7 @@ def test_concurrent_and_queued_requests_are_limited(running: Service, scope: str
         used = caller.usage()
         assert used["concurrent_requests"].used == used["queued_requests"].used == 1
         caller.set(concurrent_requests=2)
-        waiting.join(60)
+        waiting.join(300)
         assert [answer.status_code for answer in answers] == [200]
         # The front reports the end of a request to the core only after the client has received the answer.
         caller.wait(lambda: caller.in_flight() == ["running"], "the second request's end in the core")
@@ -197,7 +197,7 @@ def test_the_limit_on_the_share_of_kv_blocks_is_enforced(running: Service, scope
         caller.wait(lambda: caller.in_flight() == ["queued", "running"], "the second to wait")
         used = caller.usage()["kv_share"]
         assert (used.used, used.capacity) == (5 + 1800 + 64, 1920)
-    waiting.join(60)
+    waiting.join(300)
     assert [answer.status_code for answer in answers] == [200]
 
 
@@ -250,7 +250,7 @@ def test_usage_survives_a_restart_and_the_death_of_the_core(running: Service) ->
     running.process.kill()
     running.process.wait()
     for thread in streams:
-        thread.join(60)
+        thread.join(300)
     running.start()
     for caller in callers:
         used = caller.usage()["tokens_per_day"]

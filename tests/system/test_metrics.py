@@ -95,7 +95,7 @@ def test_the_counters_agree_with_the_request_log_after_every_kind_of_outcome(ser
     assert {200, 400, 404, 429} <= set(statuses)
     streams = [Stream(running, max_tokens=100) for _ in range(2)]
     for stream in streams:
-        assert stream.begun.wait(60)
+        assert stream.begun.wait(120)
     running.kill_front(running.status()["fronts"][0]["pid"])
     leaves = {**SHORT, "max_tokens": 1900, "stream": True, "ignore_eos": True}
     with running.http() as http, http.stream("POST", "/v1/completions", json=leaves) as leaving:

@@ -63,7 +63,7 @@ def test_a_reload_under_load_applies_the_changes_and_affects_nothing_else(server
     front = server.status().fronts[0].pid
     streams = [Stream(running, max_tokens=200) for _ in range(2)]
     for stream in streams:
-        assert stream.begun.wait(60)
+        assert stream.begun.wait(120)
     port = free_port()
     former = next(sock.address for sock in server.status().sockets if sock.name == "tcp")
     server.change("fronts = 2", 'fronts = 1\nlog_level = "debug"\n[limits]\nmax_body_bytes = 999\n')
