@@ -19,23 +19,21 @@ from kernels import Residual, select_backend
 from .driver import Driver, teacher_forced
 
 PROMPTS = [1, 64, 100]
-CHUNK_SIZES = [7, 64, 33]
-DECODES = 4
+CHUNK_SIZES = [7, 64, 50]
+DECODES = 2
 
 
-def logits_of(
+def loaded(
     folder: Path,
     ranks: Ranks,
-    tokens: list[int],
     *,
     dummy: bool = False,
     exchange: bool = False,
     fp8: bool = False,
     kv_fp8: bool = False,
     whole_experts: bool = False,
-) -> list[torch.Tensor]:
-    """Return the logits of PROMPTS prompts that are taken from `tokens`, and of DECODES tokens that follow.
-    Every rank must call this function."""
+) -> tuple[Decoder, list[torch.Tensor]]:
+    """Return the loaded decoder and its weights. Every rank must call this function."""
     config = read_config(folder)
     if whole_experts:
         config = config.with_whole_experts()
@@ -49,32 +47,47 @@ def logits_of(
         fp8_blocks=config.fp8_blocks,
         kv_fp8=kv_fp8,
     )
+    shards = decoder.weight_shards()
     if dummy:
         load_dummy(decoder, seed=3)
     else:
         load(decoder, folder, no_progress, exchange=exchange)
+    tensors = [tensor for shard in shards for tensor in (shard.target, shard.scales)]
+    return decoder, [tensor for tensor in tensors if tensor is not None]
+
+
+def logits_of(decoder: Decoder, tokens: list[int]) -> list[torch.Tensor]:
+    """Return the logits of PROMPTS prompts that are taken from `tokens`, and of DECODES tokens that follow.
+    Every rank must call this function."""
     return teacher_forced(Driver(decoder, blocks=8), tokens, PROMPTS, CHUNK_SIZES, DECODES)
 
 
 def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[str, list[torch.Tensor]]:
     """Return the logits of every checkpoint, and of quantised variants of the first checkpoint. Every rank
     must call this function."""
-    found = {folder.name: logits_of(folder, ranks, tokens) for folder in folders}
-    for folder in folders if ranks.size > 1 else ():
-        # The loader must load the same weights whether or not the ranks exchange columns.
-        again = logits_of(folder, ranks, tokens, exchange=True)
-        assert all(torch.equal(one, other) for one, other in zip(again, found[folder.name], strict=True))
-    found["dummy"] = logits_of(folders[0], ranks, tokens, dummy=True)
-    found["FP8 KV"] = logits_of(folders[0], ranks, tokens, kv_fp8=True)
-    found["FP8 weights and KV"] = logits_of(folders[0], ranks, tokens, fp8=True, kv_fp8=True)
+    found = {}
+    for folder in folders:
+        decoder, weights = loaded(folder, ranks)
+        found[folder.name] = logits_of(decoder, tokens)
+        if ranks.size > 1:
+            # The loader must load the same weights whether or not the ranks exchange columns.
+            _, exchanged = loaded(folder, ranks, exchange=True)
+            for one, other in zip(weights, exchanged, strict=True):
+                assert torch.equal(one.float(), other.float()), folder
     mixture = next(folder for folder in folders if folder.name == "shared expert")
-    found["FP8 experts"] = logits_of(mixture, ranks, tokens, fp8=True)
+    variants: dict[str, tuple[Path, dict[str, bool]]] = {
+        "dummy": (folders[0], {"dummy": True}),
+        "FP8 KV": (folders[0], {"kv_fp8": True}),
+        "FP8 weights and KV": (folders[0], {"fp8": True, "kv_fp8": True}),
+        "FP8 experts": (mixture, {"fp8": True}),
+        "whole experts, FP8": (mixture, {"fp8": True, "whole_experts": True}),
+        "whole experts, dummy": (mixture, {"dummy": True, "whole_experts": True}),
+    }
     for folder in folders:
         if read_config(folder).experts is not None:
-            whole = logits_of(folder, ranks, tokens, whole_experts=True, exchange=True)
-            found[f"whole experts, {folder.name}"] = whole
-    found["whole experts, FP8"] = logits_of(mixture, ranks, tokens, fp8=True, whole_experts=True)
-    found["whole experts, dummy"] = logits_of(mixture, ranks, tokens, dummy=True, whole_experts=True)
+            variants[f"whole experts, {folder.name}"] = folder, {"whole_experts": True, "exchange": True}
+    for name, (folder, options) in variants.items():
+        found[name] = logits_of(loaded(folder, ranks, **options)[0], tokens)
     return found
 
 
