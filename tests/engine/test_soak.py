@@ -28,7 +28,7 @@ def report(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_random_traffic_leaves_no_slot_block_or_credit_behind(tmp_path: Path) -> None:
-    stats = report(tmp_path, "--rounds", "3", "--seed", "5")
+    stats = report(tmp_path, "--rounds", "3", "--seed", "6", "--known", "8")
     assert stats["wrong"] is None
     assert stats["preemptions"] > 0 and stats["cached_tokens"] > 0 and stats["fronts disconnected"] > 0
     assert stats["most blocks used"] == stats["info"]["kv_blocks"]
