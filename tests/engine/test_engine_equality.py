@@ -291,11 +291,7 @@ def test_samples_that_share_the_prompt_have_the_outputs_of_single_requests(
     expect_all_equal(serve(build(), asks), asks, alone)
 
 
-@pytest.mark.parametrize(
-    ("form", "seed"),
-    [(form, seed) for form, seeds in ((FLOAT32, 4), (FP8_CACHE, 2), (FP8, 2)) for seed in range(seeds)],
-    indirect=["form"],
-)
+@pytest.mark.parametrize("seed", [0, 3], ids=["overlap", "no overlap"])
 def test_outputs_are_the_same_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
