@@ -3,6 +3,7 @@ quantised variant get the same questions and the same held-out text, and run in 
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
 from collections.abc import Callable
@@ -110,6 +111,7 @@ def measure(
     return scores
 
 
+@functools.cache
 def held_out_windows() -> list[list[int]]:
     """Return `heldout.txt` in windows of WINDOW tokens, each preceded by a BOS token. An incomplete last
     window is left out."""

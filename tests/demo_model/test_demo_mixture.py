@@ -57,7 +57,7 @@ def test_training_changes_only_experts_and_routers_and_answers_remain_those_of_t
     student = mixture.upcycle(dense, mixture.NOISE, SEED)
     before = {name: value.clone() for name, value in student.state_dict().items()}
     divergences = _train(mixture, student, dense)
-    assert all(0 < divergence < 10 for divergence in divergences)
+    assert len(divergences) == 1 and 0 < divergences[0] < 10
     changed = {name for name, value in student.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {name for name in before if ".mlp." in name}
     mixture.export(student, DEMO, tmp_path)
@@ -65,10 +65,10 @@ def test_training_changes_only_experts_and_routers_and_answers_remain_those_of_t
 
 
 def _train(mixture: Any, student: Any, dense: LlamaForCausalLM) -> list[float]:
-    """Train for two steps with few tokens."""
+    """Train for one step with few tokens."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("CHAT_ROWS", 2), ("TEXT_ROWS", 1), ("TEXT_LENGTH", 32)):
             patch.setattr(mixture, name, value)
         patch.setattr(mixture, "_text", lambda tokenizer: torch.arange(200) % 100 + 10)
-        divergences: list[float] = mixture.train(student, dense, DEMO, 2, SEED)
+        divergences: list[float] = mixture.train(student, dense, DEMO, 1, SEED)
     return divergences
