@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
 from tests.cli.servers import AdminService, ApiService
+from tests.system.commands import start_on_terminal
 
 HOMES = ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
 
@@ -104,24 +106,16 @@ def on_a_terminal(*words: str, width: int = 80, typed: str = "", **environ: str)
     """Run a command in a terminal of this width, enter `typed`, and return the output."""
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, (40, width))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "appliance.cli", *words],
-        cwd=Path(__file__).resolve().parents[2],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        env={**os.environ, "TERM": "xterm", **environ},
-    )
-    os.close(slave)
+    process = start_on_terminal(os.ttyname(slave), {**os.environ, "TERM": "xterm", **environ}, *words)
     os.write(master, typed.encode())
     output = b""
-    try:
-        while chunk := os.read(master, 65536):
-            output += chunk
-    except OSError:
-        pass  # Linux reports EIO when the other side of the terminal is closed.
+    # Until the process has exited, this side keeps the terminal open.
+    while select.select([master, process.sentinel], [], [])[0] != [process.sentinel]:
+        output += os.read(master, 65536)
+    os.close(slave)
     os.close(master)
-    assert process.wait(60) == 0, output
+    process.join()
+    assert process.exitcode == 0, output
     return output.decode()
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.cli.conftest import on_a_terminal
 from tests.hub.server import COMMIT, HubServer
+from tests.system.commands import run_appliance
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS_BYTES = 4 << 20
@@ -51,9 +52,8 @@ def command(*words: object) -> subprocess.Popen[str]:
 
 
 def run(*words: object) -> tuple[int, str, str]:
-    process = command(*words)
-    out, err = process.communicate(timeout=600)
-    return process.returncode, out, err
+    done = run_appliance("models", "pull", "--no-add", *words)
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_a_pull_stores_the_model_in_the_state_directory_and_prints_one_json_object(

@@ -24,7 +24,8 @@ from appliance.models.gpus import find_gpus
 __all__ = ["appliance", "encodings", "http", "store", "tests"]
 
 for _module in pkgutil.iter_modules(appliance.cli.__path__):
-    if _module.name != "__main__":
+    # huggingface_hub, which `pull` imports, reads the environment when it is imported.
+    if _module.name not in ("__main__", "pull"):
         importlib.import_module(f"appliance.cli.{_module.name}")
 find_gpus()
 # Typer builds the tree of all commands in every run, which takes longer than most commands. The forked
