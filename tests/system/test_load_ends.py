@@ -34,7 +34,8 @@ than any of these loads takes, and less than `load_timeout_s`."""
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     config = tmp_path_factory.mktemp("settings") / "appliance.toml"
     config.write_text(f'[models.demo]\nfolder = "{demo_model_folder()}"\nkv_blocks = 50\n')
-    with service("--config", str(config)) as started:
+    # A forked rank could be ready before a test changes or stops it.
+    with service("--config", str(config), kind=Service) as started:
         yield started
 
 

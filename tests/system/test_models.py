@@ -97,26 +97,30 @@ def test_a_model_is_added_and_loaded_and_answers_without_a_restart(
 
 
 def test_on_a_terminal_a_load_shows_its_stages_and_a_removal_asks_for_the_name(
-    running: Service, folders: list[Path]
+    folders: list[Path], tmp_path: Path
 ) -> None:
-    models(running, "add", f"seen={folders[0]}", *SMALL)
-    run_dir = str(running.run_dir)
+    config = tmp_path / "appliance.toml"
+    config.write_text("[models]\n")
     stopped: list[int] = []
 
     def stop(pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         stopped.append(pid)
 
-    # A short load could end before the command shows a stage.
-    with EveryNewRank(running, stop):
-        terminal = Terminal([APPLIANCE, "models", "load", "seen", "--wait", "--run-dir", run_dir])
-        terminal.expect("\rseen@1-0 ")
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
-    terminal.expect("seen version 1 is ready")
-    assert terminal.exit_code() == 0
-    models(running, "unload", "seen", "--wait", "--yes")
-    shown = on_a_terminal("models", "remove", "seen", "--run-dir", run_dir, typed="seen\n")
+    # A forked rank could be ready before it is stopped. Without the stop, a short load could end before the
+    # command shows a stage.
+    with service("--config", str(config), kind=Service) as running:
+        run_dir = str(running.run_dir)
+        models(running, "add", f"seen={folders[0]}", *SMALL)
+        with EveryNewRank(running, stop):
+            terminal = Terminal([APPLIANCE, "models", "load", "seen", "--wait", "--run-dir", run_dir])
+            terminal.expect("\rseen@1-0 ")
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        terminal.expect("seen version 1 is ready")
+        assert terminal.exit_code() == 0
+        models(running, "unload", "seen", "--wait", "--yes")
+        shown = on_a_terminal("models", "remove", "seen", "--run-dir", run_dir, typed="seen\n")
     assert "Remove model seen? Type the name to confirm: " in shown
     assert "seen removed; its files are kept" in shown
 
