@@ -1,4 +1,5 @@
-"""Public model shapes, written as `config.json` files for models with random weights."""
+"""Shapes of public models, and of one larger dense model, as `config.json` files for models with random
+weights."""
 
 from __future__ import annotations
 
@@ -83,6 +84,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": _LLAMA3_ROPE,
         "tie_word_embeddings": False,
     },
+    # A dense model of the size of GPT-3, without grouped heads. It is no public model.
+    "llama-175b": _LLAMA
+    | {
+        "vocab_size": 50304,
+        "bos_token_id": 50302,
+        "eos_token_id": 50303,
+        "hidden_size": 12288,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 96,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 96,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
     "qwen3-8b": _QWEN3
     | {
         "architectures": ["Qwen3ForCausalLM"],
@@ -133,7 +148,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_config(shape: str, folder: Path) -> Path:
-    """Write a public model shape's `config.json` into `folder` and return `folder`. Raises KeyError for an
+    """Write a shape's `config.json` into `folder` and return `folder`. Raises KeyError for an
     unknown shape."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))

@@ -51,6 +51,7 @@ WORKLOADS: dict[str, EngineWorkload] = {
     "n1024_sampled": EngineWorkload(1024, 512, 256, "output_tok_s", temperature=0.8, top_p=0.95),
     "prefill": EngineWorkload(16, 4096, 1, "prompt_tok_s"),
     "long": EngineWorkload(32, 8192, 128, "output_tok_s"),
+    "ttft2k": EngineWorkload(1, 2048, 1, "ms"),
     "ttft8k": EngineWorkload(1, 8192, 1, "ms"),
 }
 

@@ -53,6 +53,15 @@ H200 = CEILINGS["NVIDIA H200"]
         # The linears need 68.5 G parameters × 2 × 8192 tokens / 4 GPUs, at 700 or 1,320 TFLOP/s. Attention
         # needs another 22 TFLOP, at 700 TFLOP/s.
         ("llama-3.1-70b", 4, "ttft8k", 432, 244),
+        # A GPU reads 43.5 GB of the layers in bf16, or half of that in FP8, 0.15 GB of the output matrix, and
+        # 0.38 or 0.19 GB of cache.
+        ("llama-175b", 8, "b1_decode", 99, 197),
+        # Computing the 32,768 prompt tokens takes 2.0 or 1.1 s. In a decode step, a GPU also reads 24 or
+        # 12 GB of cache.
+        ("llama-175b", 8, "b64_decode", 2_720, 5_300),
+        # The linears need 43.5 GFLOP per token and GPU, at 700 or 1,320 TFLOP/s. Attention needs another 1.24
+        # TFLOP, at 700 TFLOP/s.
+        ("llama-175b", 8, "ttft2k", 129, 69),
         # A step reads 2.73 G parameters of the layers, 0.31 G of the output matrix, and 49 MB of cache.
         ("qwen3-30b-a3b", 1, "b1_decode", 685, 1_250),
         # On average, 8 tokens together choose 51.6 of the 128 experts. Each expert has 4.72 M parameters in
