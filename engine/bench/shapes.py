@@ -148,8 +148,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_config(shape: str, folder: Path) -> Path:
-    """Write a shape's `config.json` into `folder` and return `folder`. Raises KeyError for an
-    unknown shape."""
+    """Write a shape's `config.json` into `folder` and return `folder`. Raises KeyError for an unknown
+    shape."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     return folder
