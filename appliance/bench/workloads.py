@@ -67,6 +67,7 @@ WORKLOADS: dict[str, Workload] = {
     "n1024_sampled": Workload(1024, 1024, Shape(512, 256, temperature=0.8, top_p=0.95)),
     "prefill": _at_once(16, 4096, 1, "prompt_tok_s"),
     "long": _at_once(32, 8192, 128),
+    "ttft2k": _at_once(1, 2048, 1, "ms"),
     "ttft8k": _at_once(1, 8192, 1, "ms"),
     "http256": _at_once(256, 512, 256),
     "http1024": _at_once(1024, 512, 256),

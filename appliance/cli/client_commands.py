@@ -13,7 +13,7 @@ from appliance.cli.options import TOKENS, RunDir, number
 BENCH_EPILOG = (
     "Workloads: http1, http256 and http1024 (1, 256 and 1,024 streams, with 512 prompt and 256 output "
     "tokens), and the engine's workloads b1_50tok, b1_decode, b8_decode, b64_decode, n1024, "
-    "n1024_sampled, prefill, long and ttft8k. The exit code is 1 if a request failed."
+    "n1024_sampled, prefill, long, ttft2k and ttft8k. The exit code is 1 if a request failed."
 )
 
 
