@@ -62,8 +62,7 @@ class WritableDatabase:
         """Open or create the file and migrate it to `schema`. On failure, raises `StorageFaultError` if a
         later attempt may succeed, otherwise another `StoreError`."""
         self.path = path
-        self._schema = schema
-        self._synchronous = synchronous
+        self._mode = schema.mode
         _check_writable(path)
         self._lock = _lock(path)
         try:
@@ -90,9 +89,9 @@ class WritableDatabase:
         return ""
 
     def write_back(self, progress: Callable[[], None]) -> str:
-        """Write the deleted or replaced file's content back to its path and continue with the new file. If
-        another program has put a file at the path, rename that file and return its new name; otherwise return
-        an empty string.
+        """Write the deleted or replaced file's content back to its path. The caller must then open the new
+        file. If another program has put a file at the path, rename that file and return its new name;
+        otherwise return an empty string.
 
         `progress` is called every few pages. Raises `StoreError` if the content cannot be written; the open
         file then still contains it.
@@ -112,17 +111,11 @@ class WritableDatabase:
             raise explain_os(self.path, error) from error
         except sqlite3.Error as error:
             raise explain(self.path, error) from error
-        try:
-            self.connection.close()
-        except sqlite3.Error as error:
-            log.warning("failed to close the deleted or replaced file of %s: %s", self.path, error)
-        self.connection = _open_writer(self.path, self._schema, self._synchronous)
-        self._files = self._identities()
         return aside
 
     def _copy_to(self, copy: Path, progress: Callable[[], None]) -> None:
         copy.unlink(missing_ok=True)
-        os.close(_create(copy, self._schema.mode))
+        os.close(_create(copy, self._mode))
         with closing(sqlite3.connect(copy)) as target:
             self.connection.backup(target, pages=_COPIED_PAGES, progress=lambda *_: progress())
             target.execute("PRAGMA journal_mode=DELETE").fetchone()
@@ -165,7 +158,7 @@ class WritableDatabase:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the connection without a checkpoint, for use after a disk failure."""
+        """Close the connection without a checkpoint, for use after a disk failure or after `write_back`."""
         try:
             self.connection.close()
         except sqlite3.Error as error:

@@ -264,6 +264,7 @@ class Writer:
                 self._open()
             except StoreError as error:
                 log.error("%s", error)
+        if self._database is not None:
             self._database.close()
 
     def _wait_for_batch(self) -> list[_Item] | None:
@@ -341,11 +342,10 @@ class Writer:
                 self._fail(item, error)
 
     def _open(self) -> WritableDatabase:
+        if self._database is not None and (description := self._database.displaced()):
+            self._write_back(self._database, description)
         if self._database is None:
             self._database = WritableDatabase(self.path, self._schema, self._synchronous)
-            self._note_success([])
-        elif description := self._database.displaced():
-            self._write_back(self._database, description)
         return self._database
 
     def _write_back(self, database: WritableDatabase, description: str) -> None:
@@ -355,7 +355,8 @@ class Writer:
         other = f"; the file found in its place was renamed to {aside}" if aside else ""
         self._restored = f"{description}: {done}{other}"
         log.warning("%s (restored in %.1f s)", self._restored, time.monotonic() - began)
-        self._note_success([])
+        database.abandon()
+        self._database = None
 
     def _note_progress(self) -> None:
         self._busy_since = time.monotonic()

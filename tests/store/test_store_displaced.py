@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from store import database
 from store.control import ControlStore
+from store.errors import StorageFaultError
 from store.migrations import Migration, Schema
 from store.writer import Writer
 
@@ -47,6 +49,22 @@ def test_deleted_files_are_written_back(writer, suffixes, eventually):
     assert numbers(writer.path) == list(range(101))
     eventually(lambda: "was deleted while the service was running" in writer.state().restored)
     assert (writer.state().dropped_rows, writer.state().last_error) == (0, None)
+
+
+def test_a_restored_file_that_cannot_be_opened_at_once_is_opened_later(writer, monkeypatch, eventually):
+    open_writer, failures = database._open_writer, [StorageFaultError("the disk is full")]
+
+    def opened(*arguments):
+        if failures:
+            raise failures.pop()
+        return open_writer(*arguments)
+
+    monkeypatch.setattr(database, "_open_writer", opened)
+    writer.path.unlink()
+    writer.submit(insert(100))
+    assert writer.flush(60)
+    assert not failures and numbers(writer.path) == list(range(101))
+    assert [one.name for one in writer.path.parent.glob("*restored*")] == []
 
 
 def test_an_idle_writer_notices_a_deleted_file_too(writer, eventually):

@@ -191,7 +191,7 @@ def test_one_row_that_cannot_be_written_does_not_block_the_others(writer, caplog
     assert "nowhere" in caplog.text
 
 
-def test_a_failing_disk_loses_the_connection_but_no_row(writer, eventually):
+def test_a_failing_disk_loses_the_connection_but_no_row(writer, eventually, caplog):
     connections: list[sqlite3.Connection] = []
     seen = threading.Event()
 
@@ -205,10 +205,14 @@ def test_a_failing_disk_loses_the_connection_but_no_row(writer, eventually):
     writer.submit(insert(1))
     writer.submit(fails_until_seen)
     writer.submit(insert(2))
-    eventually(lambda: "disk I/O error" in (writer.state().last_error or ""))
+    # The second retry begins at the earliest 0.2 s + 0.4 s after the first failure.
+    eventually(lambda: len(connections) >= 3 and writer.state().last_error is not None)
+    assert writer.state().failing_s >= 0.6
+    assert caplog.text.count("disk I/O error") == 1 and "can be written again" not in caplog.text
     seen.set()
     assert writer.flush(60)
     assert numbers(writer.path) == [1, 2]
+    eventually(lambda: caplog.text.count("can be written again") == 1)
     assert len(set(map(id, connections))) == len(connections) >= 3
     assert writer.state().last_error is None
 
