@@ -83,7 +83,8 @@ def remove_contents(
 
 def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]) -> Removed:
     """Remove a batch of rows from the telemetry tables, and any layouts no longer in use. `before` maps each
-    table to the time (unix seconds) before which its rows are removed."""
+    table to the time (unix seconds) before which its rows are removed. The layout with the highest id is
+    kept, so that no id is used twice: readers keep layouts in memory by id."""
     removed = 0
     layouts: set[tuple[int]] = set()
     for table, until in before.items():
@@ -95,7 +96,11 @@ def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]
         removed += len(layout_ids)
         layouts.update(layout_ids)
     used = " OR ".join(f"EXISTS (SELECT 1 FROM {one.table} WHERE layout = id)" for one in RESOLUTIONS)
-    connection.executemany(f"DELETE FROM telemetry_layouts WHERE id = ? AND NOT ({used})", layouts)
+    connection.executemany(
+        "DELETE FROM telemetry_layouts WHERE id = ? AND id < (SELECT max(id) FROM telemetry_layouts) "
+        f"AND NOT ({used})",
+        layouts,
+    )
     return _and_pages(connection, removed, removed == BATCH_ROWS)
 
 

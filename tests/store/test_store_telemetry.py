@@ -247,6 +247,18 @@ def test_layouts_are_removed_with_their_last_row(history, telemetry, reader):
     assert reader.snapshot(START + 245) is not None
 
 
+def test_a_reader_does_not_confuse_a_new_layout_with_a_removed_one(history, telemetry, reader):
+    splitter = Splitter()
+    for second, values in enumerate(({"a": 1}, {"a": 1, "b": 2}, {"a": 1})):
+        telemetry.record(splitter.split(START + second, values))
+    history.writer.flush()
+    assert reader.snapshot(START + 1).sample.tree() == {"a": 1, "b": 2}
+    history.writer.call(partial(retention.remove_telemetry, before={"telemetry_1s": START + 2})).result(60)
+    telemetry.record(splitter.split(START + 3, {"c": 7, "d": 9}))
+    history.writer.flush()
+    assert reader.snapshot(START + 3).sample.tree() == {"c": 7, "d": 9}
+
+
 def test_samples_are_dropped_and_counted_while_the_database_has_failed_for_a_minute(
     history, telemetry, monkeypatch
 ):
