@@ -32,7 +32,7 @@ class Trailer(NamedTuple):
     content: str
     signature: str | None
     intact: bool
-    """Whether the preceding lines match the SHA-256 in the trailer."""
+    """Whether the preceding lines match the SHA-256 in the trailer and no line follows the trailer."""
 
 
 def lines_of(chain: Iterable[AuditRow], key: SigningKey | None) -> Iterator[str]:
@@ -79,8 +79,12 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
                 try:
                     fields = json.loads(line)
                     if "trailer" in fields:
-                        return rows, _trailer(fields["trailer"], digest.hexdigest())
-                    rows.append(AuditRow(**fields))
+                        trailer = _trailer(fields["trailer"], digest.hexdigest())
+                        return rows, trailer._replace(intact=trailer.intact and not file.read(1))
+                    row = AuditRow(**fields)
+                    if type(row.seq) is not int:
+                        raise ValueError(f"seq is {row.seq!r} instead of a whole number")
+                    rows.append(row)
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise CorruptDatabaseError(
                         f"line {number} of {path} is not a valid audit row ({error})",

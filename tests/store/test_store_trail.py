@@ -13,7 +13,7 @@ import pytest
 from store import evidence, heads
 from store.audit import Head
 from store.control import ControlStore
-from store.errors import NotWritableError
+from store.errors import CorruptDatabaseError, NotWritableError
 from store.heads import heads_in, read_key
 from tests.audit_trail import ROOT, announced, fill, forge, read_audit, rewrite
 
@@ -316,6 +316,11 @@ def test_an_export_shows_by_itself_whether_it_is_complete(tmp_path):
     assert problems("".join(lines[1:]))[0].startswith("row 1: missing")
     assert problems("".join(lines[:4] + lines[5:]))[0].startswith("row 5: row 5 is missing")
     assert "row 3" in problems("".join(lines).replace("t2", "t9"))[0]
+    assert "the export was changed" in problems("".join([*lines, lines[-2]]))[0]
+    with pytest.raises(
+        CorruptDatabaseError, match=r"line 2 of .* \(seq is \[2\] instead of a whole number\)"
+    ):
+        problems("".join(lines).replace('"seq":2}', '"seq":[2]}'))
     other = heads.SigningKey(b"another")
     assert problems("".join(exports.lines_of(read_audit(tmp_path / "control.db"), other))) == [
         "the export is not signed by this service: it was signed with another key, or it was forged"
