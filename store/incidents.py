@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from store.alerts import SAVE_ALERT, AlertRow
 from store.database import open_readonly, sync
@@ -197,30 +198,31 @@ class IncidentReader:
 
     def facts(self) -> dict[str, str] | None:
         """Return the slice's properties by name, or None if the file is not an incident file."""
-        with closing(open_readonly(self.path)) as connection:
-            if not _is_incident(connection):
-                return None
-            return dict(connection.execute("SELECT name, value FROM incident").fetchall())
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'incident'", ()):
+            return None
+        return dict(self._rows("SELECT name, value FROM incident", ()))
 
     def actions(self, since: float, until: float, before: int | None, limit: int) -> list[str]:
         """Return the documents of the newest `limit` actions between two times, newest first. If `before` is
         given, return only actions with a lower seq."""
-        return self._documents(
+        rows = self._rows(
             "SELECT document FROM incident_actions WHERE at >= ? AND at <= ? AND (? IS NULL OR seq < ?) "
             "ORDER BY at DESC, seq DESC LIMIT ?",
             (since, until, before, before, limit),
         )
+        return [str(document) for (document,) in rows]
 
     def lines(self, until: float, limit: int) -> list[str]:
         """Return the documents of the newest `limit` log lines up to a given time, oldest first."""
-        return self._documents(
+        rows = self._rows(
             "SELECT document FROM incident_lines WHERE at <= ? ORDER BY number DESC LIMIT ?", (until, limit)
-        )[::-1]
+        )
+        return [str(document) for (document,) in reversed(rows)]
 
-    def _documents(self, sql: str, values: tuple[object, ...]) -> list[str]:
+    def _rows(self, sql: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
         with closing(open_readonly(self.path)) as connection:
             try:
-                return [str(row[0]) for row in connection.execute(sql, values)]
+                return connection.execute(sql, values).fetchall()
             except sqlite3.Error as error:
                 raise explain(self.path, error) from error
 
@@ -252,8 +254,3 @@ def readable_copy(path: Path, folder: Path) -> Path:
             except sqlite3.Error as error:
                 raise explain(path, error) from error
     return copy
-
-
-def _is_incident(connection: sqlite3.Connection) -> bool:
-    found = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'incident'").fetchone()
-    return found is not None

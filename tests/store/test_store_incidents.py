@@ -115,6 +115,20 @@ def test_a_file_of_a_newer_version_is_refused(tmp_path):
         TelemetryReader(readable_copy(path, tmp_path)).span()
 
 
+def test_a_damaged_file_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "incident.db"
+    with IncidentWriter(path, MIB) as writer:
+        writer.describe({"source": "test"})
+    with closing(sqlite3.connect(path)) as connection:
+        [(page,)] = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'incident'")
+        [(size,)] = connection.execute("PRAGMA page_size")
+    with path.open("rb+") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xff" * size)
+    with pytest.raises(StoreError, match=r"incident\.db is not a valid SQLite database"):
+        IncidentReader(path).facts()
+
+
 def test_a_part_that_could_not_be_read_completely_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "incident.db"
     with IncidentWriter(path, MIB) as writer:
