@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,24 @@ def test_a_rule_that_is_removed_ends_its_alerts() -> None:
             evaluator.set_rules([])
         events += [(second, one.event) for one in evaluator.step(sample)]
     assert events == [(5, "raised"), (20, "ended")]
+
+
+@pytest.mark.parametrize(
+    ("above", "events"),
+    [(95.0, [(5, "raised"), (20, "ended")]), (85.0, [(5, "raised"), (20, "ended"), (25, "raised")])],
+)
+def test_a_rule_that_is_changed_ends_its_alerts(above: float, events: list[tuple[int, str]]) -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["gpus"][0]["temperature_c"] = 90.0
+
+    evaluator, found = Evaluator([HOT]), []
+    for second, sample in enumerate(history(40, change)):
+        if second == 20:
+            evaluator.set_rules([msgspec.structs.replace(HOT, above=above)])
+        found += [(second, one.event) for one in evaluator.step(sample)]
+    assert found == events
+    lasting = [one for one in evaluator.alerts.values() if one.ended_at is None]
+    assert len(lasting) == len(events) - 2
 
 
 def test_a_trend_predicts_when_the_kv_cache_is_full() -> None:

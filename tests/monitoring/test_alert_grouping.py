@@ -153,6 +153,22 @@ def test_reduced_clocks_are_the_cause_of_slow_tokens_but_not_of_the_alerts_of_th
     assert "GPU 1 reduced its clocks (hardware slowdown)" in found["kv-cache-full"].cause
 
 
+def test_an_earlier_alert_whose_end_was_not_stored_is_ended_at_the_next_start() -> None:
+    saved: list[AlertRow] = []
+    log: Any = SimpleNamespace(save=saved.append)
+    manager = AlertManager(BUILT_IN, log, SimpleNamespace(send=lambda event, alert: None), lambda: 50.0)
+    texts = dict.fromkeys(("description", "cause", "remedy"), "")
+    rows = [
+        AlertRow(
+            id=one, rule="queue-full", severity="critical", subject="queue", since=at, raised_at=at, **texts
+        )
+        for one, at in (("first", 1.0), ("second", 9.0))
+    ]
+    manager.restore(rows, [])
+    assert [(row.id, row.ended_at) for row in saved] == [("first", 50.0)]
+    assert [alert.id for alert in manager.list()] == ["second"]
+
+
 def test_an_alert_that_came_before_its_cause_is_suppressed() -> None:
     def change(second: int, tree: dict[str, Any]) -> None:
         if second >= 10:

@@ -97,6 +97,10 @@ class Evaluator:
 
     def _update(self, sample: TelemetrySample) -> Iterator[Transition]:
         at, numbers = sample.at, sample.numbers
+        for key, alert in list(self._of.items()):
+            if key not in self._conditions:
+                # The rule was removed or changed. A changed rule may raise a new alert below.
+                yield from self._end_alert(key, alert, at)
         for rule, selected in self._selected:
             for metric in selected:
                 key = (rule.name, metric.where)
@@ -127,10 +131,6 @@ class Evaluator:
                     yield from self._end(condition, at)
                 if condition.phase == "ok":
                     del self._conditions[key]
-        for key, alert in list(self._of.items()):
-            if key not in self._conditions:
-                # The rule was removed or changed.
-                yield from self._end_alert(key, alert, at)
 
     def _raise(self, condition: Condition) -> None:
         rule, at = condition.rule, condition.raised_at

@@ -56,11 +56,13 @@ class AlertManager:
         """Number of alerts suppressed by each alert, as written to the database."""
 
     def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
-        """Restore alerts and silences from the service's previous run. Suppressed alerts are ended; they are
-        raised again if their conditions still hold."""
+        """Restore alerts and silences from the service's previous run. `alerts` are sorted by the time at
+        which they were raised. Suppressed alerts are ended; they are raised again if their conditions still
+        hold. If the end of an earlier alert about the same subject was not stored, that alert is ended."""
         lasting = []
+        newest = {(row.rule, row.subject): row.id for row in alerts}
         for row in alerts:
-            if row.suppressed_by:
+            if row.suppressed_by or row.id != newest[row.rule, row.subject]:
                 self._log.save(msgspec.structs.replace(row, ended_at=self._clock()))
                 continue
             objects = frozenset(msgspec.json.decode(row.scope, type=list[tuple[str, str]]))
