@@ -206,7 +206,7 @@ def _banners(state: FrameState, width: int) -> list[Line]:
     lines: list[Line] = []
     snapshot = state.context.snapshot
     if state.error and snapshot is not None and state.past is None:
-        lines.append(clip([span(f" {state.error} ", "badge_bad")], width))
+        lines += _banner(f" {state.error}", [], width, "badge_bad")
     if snapshot is not None:
         can_act = state.context.write and state.past is None
         can_act = can_act and not any(one.stopping for one in snapshot.drains)
@@ -240,17 +240,17 @@ def _drains(snapshot: Snapshot, width: int, key: str) -> list[Line]:
         state = "STOPPING" if one.stopping else "DRAIN ANNOUNCED" if announced else one.state.upper()
         effect = "are still accepted" if announced else "wait" if one.queue else "are refused"
         text = f" {name} {state}: {', '.join([*facts, f'new requests {effect}'])}"
-        lines += _banner(text, remedy, width)
+        lines += _banner(text, remedy, width, "badge")
     return lines
 
 
-def _banner(text: str, remedy: Line, width: int) -> list[Line]:
+def _banner(text: str, remedy: Line, width: int, role: Role) -> list[Line]:
     """Return a banner with the remedy at the right. Long texts continue on the lines below."""
     space = max(_MIN_SCREEN[0], width - width_of(remedy))
-    first, *others = wrap(text, space, "badge", " ")
-    lines = [[span(fit(first[0].text, space), "badge"), *remedy]]
-    rest = wrap(" ".join(one[0].text for one in others), width, "badge", " ")
-    lines += [[span(fit(one[0].text, width), "badge")] for one in rest]
+    first, *others = wrap(text, space, role, " ")
+    lines = [[span(fit(first[0].text, space), role), *remedy]]
+    rest = wrap(" ".join(one[0].text for one in others), width, role, " ")
+    lines += [[span(fit(one[0].text, width), role)] for one in rest]
     return [clip(one, width) for one in lines]
 
 

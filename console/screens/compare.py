@@ -122,17 +122,18 @@ class CompareView(TableView[Difference]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: tuple[object, ...] = ()
+        self._compared: tuple[Snapshot, Snapshot, str] | None = None
+        """The two snapshots and the variant from which the rows were computed."""
         self._rows: list[Difference] = []
 
     def rows(self, context: Context) -> Sequence[Difference]:
         first, second = context.compared, context.snapshot
         if first is None or second is None:
             return []
-        known = (id(first.snapshot), id(second), self.variant)
-        if known != self._known:
+        wanted, known = (first.snapshot, second, self.variant), self._compared
+        if known is None or any(one is not other for one, other in zip(wanted, known, strict=True)):
             self._rows = differences(first.snapshot, second, every=self.variant == "all")
-            self._known = known
+            self._compared = wanted
         return self._rows
 
     def id_of(self, row: Difference) -> str:

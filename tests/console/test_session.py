@@ -25,6 +25,7 @@ from appliance.events.frames import let_pass
 from appliance.events.values import SnapshotValue
 from console import units
 from console.commands import completions, described, flags, listed, parse_action
+from console.context import Compared, Context
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.parameters import CommandError, build
@@ -36,6 +37,7 @@ from console.session import ConsoleSession
 from console.simulated import SimDrain
 from console.travel import COMMANDS
 from tests.console.frames import SIZES, session, source
+from tests.snapshots import empty_snapshot
 
 
 def header(shown: ConsoleSession) -> str:
@@ -50,11 +52,13 @@ def test_a_service_that_does_not_answer_leaves_the_last_values_marked_as_stale(
     shown = session(steps=5)
     assert "STALE" not in header(shown)
     now[0] += 60.0
-    shown.fail("no service is running at /run/appliance")
+    reason = "no service is running at /run/appliance/admin.sock: start a service with: appliance serve"
+    shown.fail(reason)
     assert "STALE 1m00s" in header(shown)
-    lines = [plain(row) for row in shown.lines(120, 40)]
-    assert any("no service is running" in row for row in lines)
-    assert any(row.startswith("output") for row in lines)
+    for width, height in ((120, 40), (80, 24)):
+        lines = [plain(row) for row in shown.lines(width, height)]
+        assert reason in " ".join(row.strip() for row in lines)
+        assert any(row.startswith("output") for row in lines)
 
 
 def test_a_restarted_service_is_marked() -> None:
@@ -323,6 +327,14 @@ def test_a_comparison_shows_every_value_of_both_times() -> None:
     assert any(row[0].endswith(".returned_seqs[0]") for row in rows)
     text = "\n".join(plain(row) for row in shown.lines(120, len(rows) + 20))
     assert all(row[0][:30] in text for row in rows)
+
+
+def test_a_comparison_does_not_confuse_snapshots_that_have_the_same_id_one_after_another() -> None:
+    view, context = CompareView(), Context(compared=Compared(empty_snapshot(1.0), 1))
+    for at in range(2, 50):
+        context.snapshot = None  # Python may then give the next object the same id.
+        context.snapshot = empty_snapshot(at)
+        assert [row.second for row in view.rows(context) if row.name == "started_at"] == [at - 1]
 
 
 def test_a_comparison_shows_times_as_dates_and_their_difference_as_a_duration() -> None:
