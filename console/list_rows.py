@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-
 import msgspec
 
 from appliance.monitoring.findings import Finding
@@ -28,7 +26,7 @@ def audit_row(action: AuditAction) -> ListRow:
     }
     return ListRow(
         id=f"spooled {action.at} {action.action} {target}" if action.seq is None else str(action.seq),
-        at=datetime.fromisoformat(action.at).timestamp(),
+        at=action.began_at,
         actor=action.actor,
         subject=action.action,
         target=target,

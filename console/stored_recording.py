@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -74,7 +73,8 @@ class StoredRecording:
                 for action in self._past.audit(AuditQuery(since=since, until=until, limit=_MARKS)).rows:
                     row = audit_row(action)
                     text = f"{row.actor}: {row.subject} {row.target}".rstrip() + f": {row.text}"
-                    marks.append(Mark(datetime.fromisoformat(action.at).timestamp(), False, text))
+                    if row.at is not None:
+                        marks.append(Mark(row.at, False, text))
             except PastError as error:
                 note = str(error)
             return PastTimeline(since, until, list(zip(columns.at, values, strict=True)), sorted(marks), note)

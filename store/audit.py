@@ -120,6 +120,15 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
+def unix_time(at: str) -> float | None:
+    """Convert a time in the format of `Entry.at` to unix seconds. Return None if the text is not a time, as
+    in a row that was tampered with."""
+    try:
+        return datetime.fromisoformat(at).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
 def new_act() -> str:
     """Return a new action id."""
     return secrets.token_hex(8)

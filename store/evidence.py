@@ -90,6 +90,11 @@ class AuditAction(msgspec.Struct, frozen=True, kw_only=True):
     after: Any
     note: str | None
 
+    @property
+    def began_at(self) -> float | None:
+        """`at` in unix seconds, or None if it is not a time."""
+        return audit.unix_time(self.at)
+
 
 class ActionFilter(NamedTuple):
     """Conditions that select actions; None matches any value."""

@@ -9,7 +9,6 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
@@ -35,6 +34,7 @@ from appliance.protocol.status import (
 from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
 from engine.logs import log_state
+from store.audit import unix_time
 from store.control import ControlStore
 from store.trail import AuditTrail, TrailState
 from store.writer import Writer
@@ -80,7 +80,7 @@ def audit_status(state: TrailState) -> AuditStatus:
         head=state.head.hash,
         recorded_rows=state.recorded_seq,
         spooled=spool.rows,
-        spooled_since=None if spool.since is None else datetime.fromisoformat(spool.since).timestamp(),
+        spooled_since=None if spool.since is None else unix_time(spool.since),
         in_memory=spool.in_memory,
         places=[] if spool.path is None else [str(spool.path)],
         dropped=spool.dropped,

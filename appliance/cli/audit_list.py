@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from datetime import datetime
 from itertools import chain
 
 import msgspec
@@ -131,7 +130,7 @@ def _print(found: list[AuditAction], more: Iterator[AuditAction] | None, *, as_j
 
 def _cells(action: AuditAction) -> tuple[str, ...]:
     return (
-        local_short(datetime.fromisoformat(action.at).timestamp()),
+        printable(action.at) if action.began_at is None else local_short(action.began_at),
         "spool" if action.seq is None else str(action.seq),
         printable(action.actor),
         printable(action.host or ""),

@@ -4,7 +4,6 @@ from files."""
 from __future__ import annotations
 
 import time
-from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -130,7 +129,8 @@ def _actions(past: PastSource, writer: IncidentWriter, since: float, until: floa
     while True:
         page = past.audit(query)
         writer.actions(
-            (datetime.fromisoformat(row.at).timestamp(), row.seq, msgspec.json.encode(row).decode())
+            # An action without a valid time is stored at the beginning of the slice.
+            (since if row.began_at is None else row.began_at, row.seq, msgspec.json.encode(row).decode())
             for row in page.rows
         )
         count += len(page.rows)

@@ -93,6 +93,12 @@ def test_entries_waiting_in_the_spool_are_listed_too(cli: Run, state: Path) -> N
     control.close()
 
 
+def test_an_action_whose_time_was_tampered_with_is_still_listed(cli: Run, state: Path) -> None:
+    forge(state, "UPDATE audit SET at = 'yesterday' WHERE seq = 3")
+    lines = cli("audit", "list", "--state-dir", state).out.splitlines()
+    assert len(lines) == 1 + 4 and lines[3].split()[:2] == ["yesterday", "3"]
+
+
 def test_an_intact_chain_is_reported_as_complete_with_its_head(cli: Run, state: Path) -> None:
     outcome = cli("audit", "verify", "--state-dir", state)
     assert outcome.code == 0

@@ -8,9 +8,13 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
+
 from appliance.ownership import UntrustedError
+from appliance.pages import AuditAction
 from appliance.snapshot import ReplicaBlocks, Snapshot
 from console.fake import FIXED_TIME
+from console.list_rows import audit_row
 from console.live import LiveSource
 from tests.snapshots import empty_snapshot
 
@@ -36,6 +40,12 @@ def test_a_shorter_interval_takes_effect_while_the_source_waits() -> None:
         return [at - FIXED_TIME for at in found]
 
     assert asyncio.run(read()) == [3.0, 4.0, 6.0]
+
+
+def test_an_action_whose_time_was_tampered_with_is_listed_without_a_time() -> None:
+    action = AuditAction(**dict.fromkeys(AuditAction.__struct_fields__))  # type: ignore[arg-type]
+    row = audit_row(msgspec.structs.replace(action, seq=2, at="yesterday", actor="uid:0", action="drain"))
+    assert (row.id, row.at, row.subject) == ("2", None, "drain")
 
 
 def test_an_untrusted_run_directory_does_not_end_the_console_while_blocks_are_read() -> None:

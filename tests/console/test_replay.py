@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import time
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,8 @@ from console.session import ConsoleSession
 from console.source import ListName, SourceError
 from console.stored_recording import StoredRecording, file_recording
 from console.timeline import PastState
+from store.control import ControlStore
+from tests.audit_trail import forge
 from tests.console.frames import SIZES, source
 from tests.console.recorded import fake_seconds, record
 
@@ -319,6 +322,24 @@ def test_a_slice_without_samples_or_too_long_is_refused(history: Path, tmp_path:
         with pytest.raises(PastError, match=reason):
             export_incident(past, since, until, path)
     assert list(tmp_path.iterdir()) == []
+    past.close()
+
+
+def test_an_action_whose_time_was_tampered_with_is_exported_and_does_not_hide_the_timeline(
+    history: Path, tmp_path: Path
+) -> None:
+    shutil.copy(history, tmp_path)
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    control.record(actor="uid:0", action="drain", params={}, result="ok").result(60)
+    control.close()
+    at = datetime.fromtimestamp(FIXED_TIME + 10, UTC).isoformat()
+    forge(tmp_path, f"UPDATE audit SET at = '{at}?'")
+    past = FilePast(tmp_path / history.name)
+    done = export_incident(past, FIXED_TIME, FIXED_TIME + 60, tmp_path / "incident.db")
+    assert (done.actions, done.notes[0][:17]) == (1, "without log lines")
+    timeline = asyncio.run(StoredRecording(past).timeline(FIXED_TIME, FIXED_TIME + 60))
+    assert len(timeline.values) == _SECONDS and (timeline.marks, timeline.note) == ([], "")
     past.close()
 
 
