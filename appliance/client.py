@@ -45,6 +45,11 @@ class ServiceNotRunningError(Exception):
     the service."""
 
 
+class NoResponseError(ServiceNotRunningError):
+    """Raised if the service did not respond to a call that was sent to it. The service may have performed the
+    call."""
+
+
 class NotAllowedError(ServiceNotRunningError):
     """Raised if this user is not allowed to open the socket, so it is unknown whether a service is listening
     on it."""
@@ -223,9 +228,9 @@ def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
     )
 
 
-def no_response(path: Path, call: Call[Answer], error: Exception) -> ServiceNotRunningError:
+def no_response(path: Path, call: Call[Answer], error: Exception) -> NoResponseError:
     """Return the error for a call that got no response from the socket at `path`."""
-    return ServiceNotRunningError(
+    return NoResponseError(
         f"the service on {path} did not respond to {call.method} {call.path} "
         f"({error or type(error).__name__}); see its log"
         + (

@@ -16,7 +16,7 @@ import msgspec
 from appliance import calls
 from appliance.alert_rules import BUILT_IN
 from appliance.calls import AdminError
-from appliance.client import NotAllowedError, ServiceNotRunningError
+from appliance.client import NoResponseError, ServiceNotRunningError
 from appliance.events.async_client import AsyncAdminClient
 from appliance.events.frames import MissingFrameError
 from appliance.history.forecasts import QuotaForecast
@@ -194,10 +194,10 @@ def _explained() -> Iterator[None]:
     """Convert the client's exceptions to SourceError. Their messages are already written for operators."""
     try:
         yield
-    except (NotAllowedError, AdminError, UntrustedError, MissingFrameError) as error:
-        raise SourceError(str(error)) from error
-    except ServiceNotRunningError as error:
+    except NoResponseError as error:
         raise NoAnswerError(str(error)) from error
+    except (ServiceNotRunningError, AdminError, UntrustedError, MissingFrameError) as error:
+        raise SourceError(str(error)) from error
 
 
 def _rules(configuration: Configuration) -> list[ListRow]:

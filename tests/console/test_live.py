@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import msgspec
 
+from appliance.actions.parameters import SuspendTenant
 from appliance.ownership import UntrustedError
 from appliance.pages import AuditAction
 from appliance.snapshot import ReplicaBlocks, Snapshot
 from console.fake import FIXED_TIME
 from console.list_rows import audit_row
 from console.live import LiveSource
+from console.source import NoAnswerError, SourceError
 from tests.snapshots import empty_snapshot
 
 
@@ -40,6 +42,27 @@ def test_a_shorter_interval_takes_effect_while_the_source_waits() -> None:
         return [at - FIXED_TIME for at in found]
 
     assert asyncio.run(read()) == [3.0, 4.0, 6.0]
+
+
+def test_an_action_is_reported_as_possibly_performed_only_if_it_was_sent(tmp_path: Path) -> None:
+    source = LiveSource(tmp_path, write=True)
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async def act() -> list[type[SourceError]]:
+        found = []
+        for listens in (False, True):
+            if listens:
+                await asyncio.start_unix_server(hang_up, tmp_path / "admin.sock")
+            try:
+                await source.act(SuspendTenant(name="acme"))
+            except SourceError as error:
+                found.append(type(error))
+        return found
+
+    assert asyncio.run(act()) == [SourceError, NoAnswerError]
 
 
 def test_an_action_whose_time_was_tampered_with_is_listed_without_a_time() -> None:
