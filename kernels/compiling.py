@@ -122,17 +122,32 @@ def current_gpu(device: torch.device | None = None) -> GpuModel:
 def record(target: GPUTarget, run: Callable[[], object]) -> list[CompileJob]:
     """Return each kernel specialisation that `run` would launch on `target`, without duplicates. `run` must
     launch the kernels on meta tensors."""
-    found: dict[tuple[str, str], CompileJob] = {}
+    found: list[CompileJob] = []
 
-    def note(fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        job = CompileJob(f"{fn.module}.{fn.name}", fn.jit_function, compile["specialization_data"])
-        found.setdefault((job.name, job.specialisation), job)
+    def note(key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        function = fn.jit_function
+        found.append(CompileJob(f"{fn.module}.{fn.name}", function, compile["specialization_data"]))
+        kernels, *_others = function.device_caches[compile["device"]]
+        kernels[key] = _RecordedKernel()
         return True  # returning True keeps Triton from compiling and launching the kernel
 
     with _offline(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         run()
-    return list(found.values())
+    return found
+
+
+class _RecordedKernel:
+    """Takes the place of a compiled kernel in Triton's cache. Without an entry in the cache, Triton would
+    describe the same specialisation again at each launch."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: object) -> None:
+        return
+
+    def run(self, *_: object) -> None:
+        return
 
 
 def compile_jobs(
@@ -214,10 +229,12 @@ class _Offline:
         self._target = target
         self.utils: Any = None
 
-    def get_current_device(self) -> int:
-        return 0
+    def get_current_device(self) -> _Offline:
+        """Return this object as the device. Triton has a cache of kernels for each device, so each recording
+        starts with empty caches, and its entries cannot be launched on a GPU."""
+        return self
 
-    def get_current_stream(self, _device: int) -> int:
+    def get_current_stream(self, _device: object) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:

@@ -15,13 +15,11 @@ from engine.build import read_served
 from engine.launch_enumeration import launch_all
 from kernels import compiling
 from kernels.triton.linear_table import Table
-from tests import quick_recording
 
 GPU = compiling.GpuModel.of("any", 90)
 
 
 def main() -> None:
-    quick_recording.install()
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     for overlap_from in (1 << 30, 1024):
         sizing.OVERLAP_FROM_TOKENS = overlap_from

@@ -25,14 +25,12 @@ from engine.sizing import gemm_sizes
 from engine.steps import StepExecutor
 from kernels import PAGE_TOKENS, compiling
 from kernels.triton.linear_table import load_table
-from tests import quick_recording
 
 GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 ROWS, MAX_NUM_BATCHED_TOKENS, COLUMNS = 80, 700, 17
 
 
 def main() -> None:
-    quick_recording.install()
     config = read_config(Path(sys.argv[1]))
     replica_model = ReplicaModel(
         config=config.with_whole_experts() if sys.argv[5] == "1" else config,

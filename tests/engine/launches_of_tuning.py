@@ -27,7 +27,6 @@ from engine.tune import chain, operations, tuning
 from kernels import compiling
 from kernels.triton import linear_plans
 from kernels.triton.linear_table import PlanEntry, Product, Table, load_table, read_table
-from tests import quick_recording
 
 GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 META = torch.device("meta")
@@ -110,7 +109,6 @@ def _sums(launched: list[compiling.CompileJob]) -> list[compiling.CompileJob]:
 
 
 def main() -> None:
-    quick_recording.install()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | {"num_hidden_layers": 2}))

@@ -37,7 +37,6 @@ from engine.replica_model import ReplicaModel
 from kernels import KvPool, Residual, compiling, reference
 from kernels.cuda import CudaOps
 from kernels.triton.linear_table import Table, read_table
-from tests import quick_recording
 from tests.engine import launches_of_tuning
 
 GPU = compiling.GpuModel.of("any", 90)
@@ -96,7 +95,6 @@ def reference_gated_add(x: Residual, gain: torch.Tensor, eps: float, weight: tor
 
 
 def main() -> None:
-    quick_recording.install()
     folder = Path(sys.argv[1])
     without = found(folder, folder / "without")
     with added():

@@ -54,6 +54,5 @@ if __name__ == "__main__":
             (job,) = compiling.record(GPU.target, partial(launch, sequences, kv_heads, fp8))
             with compiling._offline(GPU.target):
                 ptx = re.sub(r"//.*", "", job.function.preload(job.specialisation).asm["ptx"])
-                job.function.device_caches.clear()
             found[f"{sequences} x {kv_heads} {'fp8' if fp8 else 'bf16'}"] = EVENTS.findall(ptx)
     print(json.dumps(found))

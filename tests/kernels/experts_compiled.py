@@ -53,7 +53,6 @@ if __name__ == "__main__":
             name += "" if held == 128 else " of some experts"
             with compiling._offline(GPU.target):
                 kernel = job.function.preload(job.specialisation)
-                job.function.device_caches.clear()
             ptx = re.sub(r"//.*", "", kernel.asm["ptx"])
             found.setdefault(name, []).append(EVENTS.findall(ptx))
     print(json.dumps(found))

@@ -102,7 +102,6 @@ if __name__ == "__main__":
         (job,) = compiling.record(GPU.target, partial(launch, *case))
         with compiling._offline(GPU.target):
             kernel = job.function.preload(job.specialisation)
-            job.function.device_caches.clear()
         instructions = disassembled(kernel.asm["cubin"])
         found[name] = {
             "events": [
