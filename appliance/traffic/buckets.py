@@ -31,9 +31,10 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
     if amount is None:
         return None
     counted, _, period = RATE_LIMITS[limit].field.unit.partition("/")
-    per_s = amount / _PERIODS_S[period]
-    capacity = amount if period == "day" else per_s * quota.burst_s
-    return Rate(max(1.0, capacity) if counted == "requests" else capacity, per_s)
+    period_s = _PERIODS_S[period]
+    # Multiply first: 123 / 60 * 60 is less than 123, which would refuse a request for exactly 123 tokens.
+    capacity = amount if period == "day" else amount * quota.burst_s / period_s
+    return Rate(max(1.0, capacity) if counted == "requests" else capacity, amount / period_s)
 
 
 class Bucket:
@@ -89,6 +90,11 @@ class Bucket:
         self.level -= amount
         self.held += amount
         return number
+
+    def charge(self, amount: float) -> None:
+        """Take `amount` for good, without holding it for a request. Call `refill` first."""
+        self._peaks.settle(self._peaks.take(self.level), 0.0, self.rate.capacity)
+        self.level -= amount
 
     def settle(self, number: int, unused: float, now: float) -> None:
         """Return the unused part of a taken amount to the bucket. Call this once per `take`."""

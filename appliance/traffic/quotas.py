@@ -237,11 +237,9 @@ class Quotas:
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
         """Charge tokens and requests that were not reserved, but at most what remains in each bucket."""
-        accounts, now = self._accounts_of(tenant, key_id), self._clock()
-        for bucket in _refilled(accounts, now):
-            amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
-            bucket.settle(bucket.take(amount), 0, now)
-            bucket.let_go(amount)
+        accounts = self._accounts_of(tenant, key_id)
+        for bucket in _refilled(accounts, self._clock()):
+            bucket.charge(max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests)))
         self._changed |= dict.fromkeys(accounts)
 
     def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:

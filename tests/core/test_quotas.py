@@ -387,3 +387,25 @@ def test_a_charge_does_not_change_what_running_requests_return(time: Time) -> No
     of.settle(held, 100)
     of.close(held)
     assert used(of) == {"tokens_per_minute": 300}
+
+
+def test_charges_leave_the_amount_held_by_requests_exact(time: Time) -> None:
+    of = quotas(time, tenant(tokens_per_minute=100))
+    held = taken(of, 1, 2)
+    for _ in range(100):
+        time.now += 8.6
+        of.charge("acme", "", 100)
+        assert of.usage("tenant", "acme")[0].held == 3
+    of.settle(held, 3)
+    of.close(held)
+    assert of.usage("tenant", "acme")[0].held == 0
+
+
+@pytest.mark.parametrize("amount", [123, 245, 509])
+def test_a_whole_minute_limit_allows_exactly_that_amount(amount: int, time: Time) -> None:
+    of = quotas(time, tenant(tokens_per_minute=amount, requests_per_minute=amount))
+    assert {usage.limit: usage.capacity for usage in of.usage("tenant", "acme")} == {
+        "tokens_per_minute": amount,
+        "requests_per_minute": amount,
+    }
+    spent(of, 100, amount - 100)
