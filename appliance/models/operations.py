@@ -62,6 +62,8 @@ class ModelOperations:
         """Versions that are finishing their requests before they go to sleep."""
         self.wakes: dict[str, asyncio.Task[None]] = {}
         """Versions that are being woken."""
+        self._introductions: dict[str, asyncio.Task[None]] = {}
+        """Versions whose tokenizers the fronts are reading, so that requests can wait for a load."""
         self.on_repair: Callable[[str], None] = lambda unit: None
         """Called when the files of a version that failed to load have changed."""
         self._watches: dict[str, StartTimer] = {}
@@ -91,7 +93,7 @@ class ModelOperations:
 
     def stop(self) -> None:
         """Cancel all operations in progress."""
-        for tasks in (self.loads, self._unloads, self.sleeps, self.wakes):
+        for tasks in (self.loads, self._unloads, self.sleeps, self.wakes, self._introductions):
             for task in tasks.values():
                 task.cancel()
         for watch in self._watches.values():
@@ -141,10 +143,13 @@ class ModelOperations:
                 await self._keep(record, unloading)
                 return
             await asyncio.wait([unloading])
+        if (introduction := self._introductions.get(unit)) is not None:
+            await asyncio.wait([introduction])
         if unit in self._routing.usable:
-            if self._manager.is_parked(unit):
-                await self._check_memory(unit, self.settings_of(record.folder, record.settings))
-                await self.bring_back(unit)
+            if self._manager.accepts_early(unit):
+                if self._manager.is_parked(unit):
+                    await self._check_memory(unit, self.settings_of(record.folder, record.settings))
+                await self.bring_back(unit)  # waits for a load on demand that is in progress
                 await self._store_loaded(record, True)
                 return
             if not self._manager.failure(unit):
@@ -274,13 +279,17 @@ class ModelOperations:
 
     async def introduce(self, record: VersionRecord) -> None:
         """Accept requests for a version without loading it. The fronts read its tokenizer, and its requests
-        wait in the queue. Raises LoadError if the version cannot be served."""
+        wait in the queue. If the fronts are already reading the tokenizer, wait until they have done so.
+        Raises LoadError if the version cannot be served."""
         unit = record.unit
         if (unloading := self._unloads.get(unit)) is not None:
             await asyncio.wait([unloading])
         if unit in self._routing.usable or unit in self.loads or self._routing.sleeps(unit):
             return
-        settings = self.settings_of(record.folder, record.settings)
+        await outcome(self._shared(self._introductions, unit, lambda: self._introduce(record)), unit)
+
+    async def _introduce(self, record: VersionRecord) -> None:
+        unit, settings = record.unit, self.settings_of(record.folder, record.settings)
         try:
             self._manager.introduce(await self._described(record, settings), settings)
             await self._fronts_ready(unit)

@@ -119,6 +119,9 @@ class Manager(SimulatedManager):
     def is_parked(self, unit: str) -> bool:
         return unit in self.parked
 
+    def accepts_early(self, unit: str) -> bool:
+        return unit in self.parked | self.returning
+
     def is_declared(self, name: str) -> bool:
         return name in self._declared
 

@@ -3,11 +3,14 @@ replicas."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from appliance.settings import ModelSettings
+from appliance.models.load_errors import LoadError
+from appliance.settings import ModelSettings, Settings
 from tests.models.on_demand_site import Site, optional, play, sleepy
 
 
@@ -74,5 +77,82 @@ def test_a_sleeping_model_that_a_command_unloads_is_not_unloaded_again_at_the_li
             manager.park = park_slowly  # type: ignore[method-assign]
             await site.on_demand._sleep_limit.unload_down_to(0)
             assert manager.history[-1] == "park a" and "park b" not in manager.history
+
+    play(site, scenario)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_load_that_begins_while_the_fronts_read_the_tokenizer_ends_in_a_consistent_state(
+    tmp_path: Path, fits: bool
+) -> None:
+    site = Site(tmp_path, Settings())
+    unit, operations, may_read = "chat@1", site.operations, asyncio.Event()
+    site.manager.capacity = int(fits)
+
+    async def applied(timeout_s: float) -> bool:
+        await may_read.wait()
+        return True
+
+    async def scenario() -> None:
+        site.fronts.applied = applied  # type: ignore[method-assign]
+        introduction = asyncio.create_task(operations.introduce(site.version(1)))
+        await site.until(lambda: unit in site.manager.models, "the introduction")
+        load = asyncio.create_task(operations.load(site.version(1)))
+        await asyncio.wait([load], timeout=0.2)
+        may_read.set()
+        await introduction
+        if fits:
+            await load
+        else:
+            with pytest.raises(LoadError, match="there is no room"):
+                await load
+        assert site.manager.loaded(unit) is fits
+        assert unit in site.routing.usable and site.routing.names_of(unit) == ["chat"]
+
+    play(site, scenario)
+
+
+def test_a_second_introduction_does_not_park_a_model_that_is_being_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, Settings())
+    unit, operations = "chat@2", site.operations
+    described, may_end, calls = operations._described, asyncio.Event(), list[str]()
+
+    async def second_is_slow(*arguments: Any) -> Any:
+        calls.append(unit)
+        if len(calls) == 2:
+            await may_end.wait()
+        return await described(*arguments)
+
+    monkeypatch.setattr(operations, "_described", second_is_slow)
+
+    async def scenario() -> None:
+        first, second = (asyncio.create_task(operations.introduce(site.version(2))) for _ in range(2))
+        await first
+        await operations.bring_back(unit)
+        may_end.set()
+        await second
+        assert site.manager.loaded(unit)
+
+    play(site, scenario)
+
+
+def test_a_load_waits_until_a_load_on_demand_has_ended(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+    unit, operations = "chat@2", site.operations
+
+    async def scenario() -> None:
+        await operations.introduce(site.version(2))
+        site.manager.slow.add(unit)
+        on_demand = asyncio.create_task(operations.bring_back(unit))
+        await site.until(lambda: unit in site.manager.returning, "the load on demand")
+        load = asyncio.create_task(operations.load(site.version(2)))
+        await asyncio.wait([load], timeout=0.2)
+        assert not load.done()
+        site.manager.slow.clear()
+        await on_demand
+        await load
+        assert site.manager.loaded(unit)
 
     play(site, scenario)

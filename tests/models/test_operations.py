@@ -78,8 +78,7 @@ class SimulatedManager:
     def is_parked(self, unit: str) -> bool:
         return False
 
-    def is_parked_asleep(self, unit: str) -> bool:
-        return False
+    is_parked_asleep = accepts_early = is_parked
 
     def parked_host_bytes(self) -> dict[str, int]:
         return {}
