@@ -216,6 +216,10 @@ class Replica:
                     _join(self.group.pids if self.group is not None else []),
                     _KILLED_WITHIN_S,
                 )
+                if self.account is not None:
+                    # Its requests continue on other replicas. The exit may be reported much later, or never.
+                    self._events.replica_exited(self)
+                    self.account = None
         self.resources.release()
         self.state = "stopped"
 

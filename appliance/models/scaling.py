@@ -98,6 +98,12 @@ class ModelScaling:
         """Forget a model that is no longer served."""
         self._units.pop(unit, None)
 
+    def reset(self, unit: str, settings: ModelSettings) -> None:
+        """Return to the initial number of replicas, because the model is being unloaded. There may not be
+        enough memory for the replicas that were added."""
+        if (scaled := self._units.get(unit)) is not None:
+            scaled.replicas = settings.replicas
+
     def count(self, unit: str, settings: ModelSettings) -> int:
         """Return a model's target number of replicas."""
         least, most = settings.replica_range()

@@ -204,6 +204,7 @@ class UnitChanges:
             await self._uninterrupted(unit, self._put_to_sleep(unit))
         if not self._units.is_parked_asleep(unit):
             parked.asleep = False
+            self._scaling.reset(unit, wanted)
             replicas = self._units.of(unit)
             await asyncio.gather(*(self._retirements.retire(replica) for replica in replicas))
 

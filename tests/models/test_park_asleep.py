@@ -442,3 +442,23 @@ def test_waking_needs_the_released_memory_on_the_own_gpus(monkeypatch: pytest.Mo
     assert fit.shortage_to_wake([([0], 40), ([0], 40)]).bytes == 10
     both = fit.shortage_to_wake([([0, 1], 40)])
     assert both.bytes == 10 and "needs 20 B on GPU 1, but only 10 B are free" in both.reason
+
+
+def test_a_model_that_was_scaled_up_is_reloaded_with_its_initial_number_of_replicas(site: Site) -> None:
+    settings = msgspec.structs.replace(site.settings.models["m"], min_replicas=1, max_replicas=3)
+    site.requests.state.models["m"] = SimpleNamespace(
+        demand=lambda: 3.0, replica_wait_s=lambda now: 0.0, ttft=SimpleNamespace(p99_s=lambda now: None)
+    )
+
+    async def scenario() -> None:
+        site.manager.change({"m": settings}, [])
+        await site.until(lambda: not site.manager._changes.in_progress("m"))
+        site.manager.check()
+        await site.until(lambda: len(site.manager.of("m")) == 3)
+        site.manager.park("m")
+        await site.until(lambda: not site.manager.of("m"))
+        site.manager.unpark("m")
+        await site.until(lambda: site.manager.loaded("m"))
+        assert len(site.manager.of("m")) == 1
+
+    run(site, scenario)

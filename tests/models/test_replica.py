@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from appliance.models import replica as replica_module
 from appliance.models import restarts
 from appliance.models.placement import GpuPlacement
 from appliance.models.replica import Replica
@@ -22,7 +23,8 @@ from appliance.models.start_checks import StartChecks
 from appliance.models.topology import NO_TOPOLOGY
 from appliance.settings import ModelSettings, RestartSettings
 from engine.messages import ReplicaSpec
-from engine.rank_messages import Fatal
+from engine.rank_messages import Fatal, Ready
+from tests.models.test_replica_sleep import info
 
 
 class Simulated:
@@ -223,3 +225,25 @@ def test_a_replica_is_refused_if_the_disk_does_not_respond_and_starts_when_it_do
         asyncio.run(scenario())
     finally:
         released.set()
+
+
+def test_the_requests_of_a_replica_that_cannot_be_killed_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_module, "_KILLED_WITHIN_S", 0.01)
+
+    async def scenario() -> None:
+        simulated, exits = Simulated(), list[str]()
+        replica, events = simulated.replica, simulated.replica._events
+        events.replica_ready = lambda replica: None  # type: ignore[method-assign]
+        events.replica_exited = lambda replica: exits.append(replica.name)  # type: ignore[method-assign]
+        replica.start()
+        simulated.say(0, Ready(info()))
+        assert replica.group is not None
+        replica.group.stop = lambda grace_s: asyncio.sleep(60)  # type: ignore
+        await replica.stop(0.0)
+        assert exits == ["m-0"]
+        simulated.end("rank 0 (pid 7) was killed by SIGKILL")
+        assert exits == ["m-0"], "its account has already been given up"
+
+    asyncio.run(scenario())
