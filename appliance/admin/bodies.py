@@ -37,7 +37,7 @@ async def read_parameters(request: Request, action: str, kind: type[Parameters])
             )
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise AdminRequestError(400, f"{action}: {error}") from error
 
 

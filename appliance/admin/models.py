@@ -122,20 +122,17 @@ class ModelAdmin:
         for record in self.registry.current.versions_of(name):
             if version in (None, record.version):
                 await self._withdraw(record)
-        removed = await committed(self.registry.remove(actor=actor, model=name, version=version))
-        for record in removed:
-            self.operations.forget_failure(record.unit)
+        await self._delete(actor, name, version)
         self.fronts.publish_configuration()
         return done(f"{asked.model} removed; its files are kept")
 
     async def prune(self, actor: Actor, asked: PruneModels) -> Effect:
         """Remove all unused versions from the registry."""
-        registry = self.registry
-        pruned = [one for one in registry.current.versions.values() if not self._is_named(one)]
+        pruned = [one for one in self.registry.current.versions.values() if not self._is_named(one)]
         if not asked.dry_run:
             for one in pruned:
                 await self._withdraw(one)
-                await committed(registry.remove(actor=actor, model=one.model, version=one.version))
+                await self._delete(actor, one.model, one.version)
             self.fronts.publish_configuration()
         return Effect(
             PrunedVersions(
@@ -144,6 +141,11 @@ class ModelAdmin:
                 ]
             )
         )
+
+    async def _delete(self, actor: Actor, model: str, version: int | None) -> None:
+        """Remove a model, or one of its versions, from the registry."""
+        for record in await committed(self.registry.remove(actor=actor, model=model, version=version)):
+            self.operations.forget_failure(record.unit)
 
     async def _withdraw(self, record: VersionRecord) -> None:
         """Make the front processes refuse requests for a version that is not loaded."""

@@ -186,6 +186,14 @@ def test_each_change_is_audited_with_its_actor_and_host_and_the_old_and_new_valu
     assert (refused["action"], refused["result"].partition(":")[0]) == ("tenants.delete", "refused")
 
 
+def test_parameters_that_are_nested_too_deeply_are_refused(shared: Service) -> None:
+    transport = httpx.HTTPTransport(uds=str(shared.run_dir / "admin.sock"))
+    body = '{"name": "m", "folder": "/m", "settings": {"a": ' + "[" * 30_000
+    with httpx.Client(transport=transport, base_url="http://server", timeout=600) as http:
+        refused = http.post("/actions/models.add", content=body)
+    assert refused.status_code == 400 and "models.add: " in refused.json()["message"]
+
+
 @pytest.mark.parametrize(
     ("asked", "status", "said"),
     [

@@ -10,6 +10,7 @@ import pytest
 from appliance.channel.core_messages import Admitted, Refused
 from appliance.channel.front_messages import Rejected, Settle
 from appliance.channel.identity import Identity
+from appliance.traffic.checks import MAX_VOID
 from appliance.traffic.load_shedder import DROP_BACKGROUND
 from appliance.traffic.request_manager import MAX_DROPPED
 from appliance.traffic.rules import QueueRules
@@ -484,3 +485,14 @@ def test_a_second_request_with_the_id_of_a_running_one_is_refused_and_the_first_
     assert isinstance(refused, Refused) and refused.status == 409
     service.settle_everything()
     service.check_end()
+
+
+def test_changed_rules_do_not_add_checks_of_waiting_requests(service: SimulatedService) -> None:
+    service.requests.set_rules(QueueRules(limit=2000))
+    front = service.new_front()
+    for _ in range(600):
+        service.ask(front)
+    read_all(service)
+    for _ in range(10):
+        service.requests.set_rules(QueueRules(limit=2000))
+    assert len(service.requests._lifecycle._checks._heap) <= 2 * 600 + MAX_VOID

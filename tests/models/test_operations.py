@@ -6,10 +6,13 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from appliance.actions.parameters import PruneModels
+from appliance.admin.models import ModelAdmin
 from appliance.channel.served_models import ServedModel
 from appliance.models.fit import MemoryShortage
 from appliance.models.load_errors import LoadError
@@ -18,6 +21,7 @@ from appliance.models.operations import ModelOperations
 from appliance.models.routing import Routing
 from appliance.models.version_swaps import VersionSwaps
 from appliance.settings import ModelSettings
+from store.audit import Actor
 from store.control import ControlStore
 from store.models import VersionRecord
 from store.registry import ModelRegistry
@@ -428,3 +432,30 @@ def test_a_load_ends_although_the_disk_does_not_respond(
         run(scenario)
     finally:
         released.set()
+
+
+def test_the_files_of_a_pruned_version_are_no_longer_watched(world: World) -> None:
+    nothing: Any = None
+    manager: Any = SimpleNamespace(retirements=SimpleNamespace(unreturned={}))
+    states: Any = SimpleNamespace(is_loaded=lambda unit: False)
+    admin = ModelAdmin(
+        states=states,
+        registry=world.registry,
+        operations=world.operations,
+        swaps=nothing,
+        on_demand=nothing,
+        manager=manager,
+        routing=world.routing,
+        fronts=world.fronts,
+        check=nothing,
+        settings=nothing,
+        declared_in=lambda name: "",
+    )
+
+    async def scenario() -> None:
+        world.operations.note_failure(world.version(2), "the weights are broken")
+        await admin.prune(Actor("test"), PruneModels())
+        assert set(world.registry.current.versions) == {("chat", 1)}
+        assert not world.operations._watches and not world.routing.failures
+
+    run(scenario)
