@@ -23,15 +23,17 @@ from appliance.core.readiness import Readiness
 from appliance.core.request_records import RequestRecords
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
+from appliance.models.manifest import difference
 from appliance.models.on_demand import OnDemand
-from appliance.models.operations import ModelOperations, changed_files
+from appliance.models.operations import ModelOperations
 from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
 from appliance.models.replica import Launch
-from appliance.models.routing import Routing
+from appliance.models.routing import Routing, version_key
 from appliance.models.version_swaps import VersionSwaps
 from appliance.settings import Settings
 from appliance.traffic.request_manager import RequestManager
 from engine.client import ReplicaGroup
+from store.models import Registry
 from store.registry import ModelRegistry
 
 
@@ -84,7 +86,7 @@ class ServingParts:
             note=note,
             launch=launch,
             preflight=checks.problem,
-            files_check=lambda unit: changed_files(registry.current, unit),
+            files_check=lambda unit: _changed_files(registry.current, unit),
             broken=broken,
         )
         self.routing = Routing(registry, self.models)
@@ -109,3 +111,10 @@ class ServingParts:
         self.readiness = Readiness(
             settings, self.requests.state, self.models, self.routing, self.fronts, self.drains
         )
+
+
+def _changed_files(registry: Registry, unit: str) -> str:
+    """Return how a version's files differ from its manifest, or an empty string if they match. Models in the
+    settings have no manifest, so the result is empty for them. Called in a thread."""
+    record = registry.versions.get(version_key(unit))
+    return "" if record is None else difference(record.folder, record.files)

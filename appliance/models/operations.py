@@ -23,10 +23,10 @@ from appliance.models.manager import ModelManager
 from appliance.models.manifest import difference, find_problem, not_checked
 from appliance.models.registry import describe
 from appliance.models.restarts import StartTimer, Watch
-from appliance.models.routing import Routing, version_key
+from appliance.models.routing import Routing
 from appliance.settings import ModelSettings
 from appliance.traffic.state import TrafficState
-from store.models import Registry, VersionRecord
+from store.models import VersionRecord
 from store.registry import ModelRegistry
 
 log = logging.getLogger(__name__)
@@ -497,10 +497,3 @@ class ModelOperations:
             # The version itself has been loaded or unloaded. Failing to store this affects only the next
             # start of the service.
             self._note(record.unit, f"its state could not be stored: {error}")
-
-
-def changed_files(registry: Registry, unit: str) -> str:
-    """Return how a version's files differ from its manifest, or an empty string if they match. Models in the
-    settings have no manifest, so the result is empty for them. Called in a thread."""
-    record = registry.versions.get(version_key(unit))
-    return "" if record is None else difference(record.folder, record.files)
