@@ -9,7 +9,8 @@ from appliance.models.manager import ModelManager
 from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.replica_status import replica_detail, replica_status
-from appliance.models.routing import Routing, split_target
+from appliance.models.routing import Routing
+from appliance.models.unit_names import split_target
 from appliance.protocol.registry import (
     RegisteredFile,
     RegisteredModel,

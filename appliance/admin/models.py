@@ -37,7 +37,8 @@ from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.preflight import problem_of
 from appliance.models.preflight_process import Check
-from appliance.models.routing import Routing, split_target
+from appliance.models.routing import Routing
+from appliance.models.unit_names import split_target
 from appliance.models.version_swaps import VersionSwaps
 from appliance.protocol import Done
 from appliance.protocol.registry import AddedVersion, PrunedVersion, PrunedVersions, VersionStatus

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from appliance.actions.parameters import SplitModel
 from appliance.admin.effects import Effect, committed, done
 from appliance.models.front_routes import FrontRoutes
-from appliance.models.routing import Routing, split_target
+from appliance.models.routing import Routing
+from appliance.models.unit_names import split_target
 from store.audit import Actor
 from store.errors import ConflictError, UnknownModelError
 from store.models import Registry

@@ -12,7 +12,8 @@ from appliance.models.fit import host_bytes, read_memory
 from appliance.models.manager import ModelManager
 from appliance.models.operations import ModelOperations
 from appliance.models.residency import Bundle
-from appliance.models.routing import Routing, split_target
+from appliance.models.routing import Routing
+from appliance.models.unit_names import split_target
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.state import TrafficState
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from appliance.models.routing import split_target
+from appliance.models.unit_names import split_target
 from appliance.settings import Fault, Loaded, dotted
 from store.errors import MissingDatabaseError
 from store.models import Registry

@@ -12,23 +12,9 @@ import msgspec
 
 from appliance.channel.served_models import Arm, Route, Shadow
 from appliance.models.manager import ModelManager
+from appliance.models.unit_names import split_target, version_key
 from store.models import Registry, SplitRecord, VersionRecord
 from store.registry import ModelRegistry
-
-
-def split_target(target: str) -> tuple[str, int | None]:
-    """Split NAME@VERSION into name and version. The version is None if `target` contains none."""
-    name, at, version = target.rpartition("@")
-    if at and name and version.isascii() and version.isdecimal() and len(version) < 10:
-        return name, int(version)
-    return target, None
-
-
-def version_key(unit: str) -> tuple[str, int]:
-    """Return a unit's key in `Registry.versions`. For a model in the settings, the key has version 0, which
-    never exists in the registry."""
-    model, version = split_target(unit)
-    return model, version or 0
 
 
 class Routing:
