@@ -20,7 +20,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from engine.core import LaunchedStep, StepRunner
-from engine.garbage import settle_garbage
+from engine.garbage import permanent_objects, settle_garbage
 from engine.logs import UtcFormatter, log_to_stderr
 from engine.messages import ReplicaSpec
 from engine.peer_watch import PeerWatch
@@ -191,9 +191,10 @@ def build_runner(spec: ReplicaSpec, rank: int, progress: ProgressCallback) -> Mo
     """Load one rank of a replica, connect it to the others, and return its runner. Raises the same exceptions
     as `engine.runner.ModelRunner`, and RankFailureError if the other ranks do not join in time.
     """
-    from engine import parallel
-    from engine.device import select_device
-    from engine.runner import ModelRunner
+    with permanent_objects():
+        from engine import parallel
+        from engine.device import select_device
+        from engine.runner import ModelRunner
 
     progress(Progress("start"))
     size = spec.tensor_parallel_size

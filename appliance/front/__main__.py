@@ -44,6 +44,8 @@ def main() -> int:
     # from starting more threads, one per CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+    # The objects that imports create are permanent, so exempt them from garbage collection.
+    gc.disable()
     import msgspec
     import uvloop
 
@@ -52,6 +54,8 @@ def main() -> int:
     from appliance.protocol import LogLevel
     from engine.client import return_freed_memory, return_memory_periodically
 
+    gc.freeze()
+    gc.enable()
     return_freed_memory()
     return_memory_periodically()
     configure_logging(msgspec.convert(arguments.log_level, LogLevel), arguments.name)
