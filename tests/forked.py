@@ -235,8 +235,11 @@ def _serve(channel: socket.socket) -> None:
     import torch._dynamo  # noqa: F401
     import triton  # noqa: F401
 
+    import appliance.cli.app
+    import appliance.cli.service_commands
     import appliance.core.process
-    import appliance.front.__main__  # noqa: F401
+    import appliance.front.__main__
+    import appliance.front.process  # noqa: F401
     import engine.assembly
     import engine.launch_enumeration
     import engine.replica
