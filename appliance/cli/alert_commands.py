@@ -10,10 +10,12 @@ import typer
 from appliance.cli.action_commands import add_commands
 from appliance.cli.options import Json, RunDir, StateDir
 
+commands = typer.Typer()
 alerts = typer.Typer(
     help="List, acknowledge and silence alerts, and test alert rules on recorded history.",
     no_args_is_help=True,
 )
+commands.add_typer(alerts, name="alerts")
 
 
 @alerts.command("list")

@@ -1,23 +1,72 @@
-"""Registers all commands, in the order in which `appliance --help` lists them."""
+"""The tree of all commands. The module that declares a command is imported when the command runs or its help
+is printed. Importing all of these modules would take longer than most commands."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_group
 
-from appliance.cli.action_commands import add_command
-from appliance.cli.alert_commands import alerts
-from appliance.cli.audit_commands import audit, backup
-from appliance.cli.client_commands import BENCH_EPILOG, bench, chat
-from appliance.cli.console_commands import console, history, top
-from appliance.cli.model_commands import models
-from appliance.cli.operating_commands import add_drain, config
-from appliance.cli.request_commands import requests, usage
-from appliance.cli.service_commands import doctor, logs, serve, status
-from appliance.cli.tenant_commands import keys, peers, tenants
+_MODULES = {
+    "serve": "service_commands",
+    "status": "service_commands",
+    "console": "console_commands",
+    "top": "console_commands",
+    "usage": "request_commands",
+    "logs": "service_commands",
+    "drain": "operating_commands",
+    "resume": "operating_commands",
+    "backup": "audit_commands",
+    "doctor": "service_commands",
+    "chat": "client_commands",
+    "bench": "client_commands",
+    "models": "model_commands",
+    "config": "operating_commands",
+    "tenants": "tenant_commands",
+    "keys": "tenant_commands",
+    "peers": "tenant_commands",
+    "requests": "request_commands",
+    "audit": "audit_commands",
+    "alerts": "alert_commands",
+    "history": "console_commands",
+}
+"""The module of each command, in the order in which `appliance --help` lists the commands."""
+
+
+class _Commands(Mapping[str, Any]):
+    """The commands of `_MODULES`. Reading a command imports its module."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            module = import_module(f"appliance.cli.{_MODULES[name]}")
+            merged = typer.Typer(rich_markup_mode=None)
+            merged.add_typer(module.commands)
+            self._built |= get_group(merged).commands
+        return self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+
+class _Root(TyperGroup):
+    """The command `appliance` itself."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**{**attributes, "commands": _Commands()})
+
 
 app = typer.Typer(
+    cls=_Root,
     help="Run and operate an LLM inference service on one server.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -25,25 +74,6 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, status, console, top, usage, logs):
-    app.command()(command)
-add_drain(app)
-add_command(app, "resume")
-for other in (backup, doctor, chat):
-    app.command()(other)
-app.command(epilog=BENCH_EPILOG)(bench)
-for name, commands in (
-    ("models", models),
-    ("config", config),
-    ("tenants", tenants),
-    ("keys", keys),
-    ("peers", peers),
-    ("requests", requests),
-    ("audit", audit),
-    ("alerts", alerts),
-    ("history", history),
-):
-    app.add_typer(commands, name=name, rich_help_panel=None)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,11 +9,13 @@ import typer
 
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 
+commands = typer.Typer()
 audit = typer.Typer(
     help="List, verify and export the audit trail of operators' actions. On the service's machine, "
     "verifying and exporting require read access to the state directory. The service need not be running.",
     no_args_is_help=True,
 )
+commands.add_typer(audit, name="audit")
 
 File = Annotated[
     str | None,
@@ -151,6 +153,7 @@ def audit_export(
     export(run_dir, state_dir, file, target, as_json=json)
 
 
+@commands.command()
 def backup(
     path: Annotated[
         str,

@@ -10,13 +10,16 @@ import typer
 from appliance.cli import bench_options
 from appliance.cli.options import TOKENS, RunDir, number
 
-BENCH_EPILOG = (
+commands = typer.Typer()
+
+_BENCH_EPILOG = (
     "Workloads: http1, http256 and http1024 (1, 256 and 1,024 streams, with 512 prompt and 256 output "
     "tokens), and the engine's workloads b1_50tok, b1_decode, b8_decode, b64_decode, n1024, "
     "n1024_sampled, prefill, long, ttft2k and ttft8k. The exit code is 1 if a request failed."
 )
 
 
+@commands.command()
 def chat(
     prompt: Annotated[
         str | None,
@@ -58,6 +61,7 @@ def chat(
     )
 
 
+@commands.command(epilog=_BENCH_EPILOG)
 def bench(
     workloads: bench_options.Workloads = None,
     base_url: bench_options.BaseUrl = None,

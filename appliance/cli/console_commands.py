@@ -9,6 +9,8 @@ import typer
 
 from appliance.cli.options import Json, RunDir, StateDir
 
+commands = typer.Typer()
+
 Theme = Literal["dark", "light", "ansi", "mono", "high-contrast"]
 Screen = Literal[
     "overview", "batches", "kv", "requests", "gpus", "models", "tenants", "alerts", "audit", "logs"
@@ -27,6 +29,7 @@ Replay = Annotated[
 ]
 
 
+@commands.command()
 def console(
     demo: Demo = False,
     replay: Replay = None,
@@ -85,6 +88,7 @@ def console(
     )
 
 
+@commands.command()
 def top(
     screen: Annotated[Screen, typer.Option(help="The console screen to print.")] = "overview",
     demo: Demo = False,
@@ -112,6 +116,7 @@ def top(
 
 
 history = typer.Typer(help="Export the recorded history of the service.", no_args_is_help=True)
+commands.add_typer(history, name="history")
 
 
 @history.command("export")

@@ -13,7 +13,9 @@ from appliance.actions import action_named
 from appliance.cli.action_commands import add_command, add_commands, keyword
 from appliance.cli.options import Json, RunDir
 
+commands = typer.Typer()
 models = typer.Typer(help="Add, load, swap and remove models.", no_args_is_help=True)
+commands.add_typer(models, name="models")
 
 Name = Annotated[
     str,

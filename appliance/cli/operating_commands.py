@@ -11,21 +11,13 @@ import typer
 from appliance.cli.action_commands import add_command, keyword
 from appliance.cli.options import Config, Json, RunDir
 
+commands = typer.Typer()
 config = typer.Typer(help="Check, show and reload the settings.", no_args_is_help=True)
+commands.add_typer(config, name="config")
 
 Wait = Annotated[
     bool, typer.Option("--wait/--no-wait", help="Show the progress until the drain is complete.")
 ]
-
-
-def add_drain(app: typer.Typer) -> None:
-    """Add the command that starts a drain and shows its progress."""
-    details = (
-        "\n\nShows the progress until the drain is complete. Ctrl-C asks whether to cancel the drain; "
-        "without a terminal, the drain continues. With --json, each update is one line. The exit code is 1 "
-        "if any requests were stopped with an error, or if the drain was cancelled."
-    )
-    add_command(app, "drain", keyword("wait", Wait, True), perform=_drain, details=details)
 
 
 def _drain(asked: Any, given: Mapping[str, Any]) -> None:
@@ -33,6 +25,18 @@ def _drain(asked: Any, given: Mapping[str, Any]) -> None:
 
     options = {name: given[name] for name in ("wait", "yes")}
     raise typer.Exit(drain(given["run_dir"], asked, **options, as_json=given["json"]))
+
+
+add_command(
+    commands,
+    "drain",
+    keyword("wait", Wait, True),
+    perform=_drain,
+    details="\n\nShows the progress until the drain is complete. Ctrl-C asks whether to cancel the drain; "
+    "without a terminal, the drain continues. With --json, each update is one line. The exit code is 1 "
+    "if any requests were stopped with an error, or if the drain was cancelled.",
+)
+add_command(commands, "resume")
 
 
 @config.command("check")

@@ -11,7 +11,9 @@ from appliance.cli.action_commands import add_commands
 from appliance.cli.failure import CommandLineError
 from appliance.cli.options import Json, Limit, RunDir, StateDir
 
+commands = typer.Typer()
 requests = typer.Typer(help="Show the request log, oldest requests first.", invoke_without_command=True)
+commands.add_typer(requests, name="requests")
 
 
 @requests.callback()
@@ -85,6 +87,7 @@ def requests_read(
 add_commands(requests, "requests.cancel", "requests.show")
 
 
+@commands.command()
 def usage(
     since: Annotated[
         str | None,

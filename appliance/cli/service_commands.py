@@ -3,6 +3,7 @@ of this package, are loaded on demand."""
 
 from __future__ import annotations
 
+import gc
 from typing import Annotated
 
 import typer
@@ -11,7 +12,10 @@ from appliance.cli import serve_options
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 from appliance.protocol import LogLevel
 
+commands = typer.Typer()
 
+
+@commands.command()
 def serve(
     config: Config = None,
     model: serve_options.Models = None,
@@ -34,12 +38,17 @@ def serve(
 ) -> None:
     """Run the service in the foreground until Ctrl-C or SIGTERM."""
     options = locals()
+    # The objects that imports create are permanent, so exempt them from garbage collection.
+    gc.disable()
     from appliance.core.process import run
     from appliance.settings import Flags
 
+    gc.freeze()
+    gc.enable()
     raise typer.Exit(run(Flags(models=options.pop("model") or [], **options)))
 
 
+@commands.command()
 def status(run_dir: RunDir = None, json: Json = False) -> None:
     """Show the state of the service: sockets, front processes, models, queue, databases and problems."""
     from appliance.cli.status import show_status
@@ -47,6 +56,7 @@ def status(run_dir: RunDir = None, json: Json = False) -> None:
     show_status(run_dir, as_json=json)
 
 
+@commands.command()
 def logs(
     limit: Limit = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep running and print new lines.")] = False,
@@ -78,6 +88,7 @@ def logs(
     show_logs(run_dir, limit=limit, follow=follow, level=level, text=text, process=process, as_json=json)
 
 
+@commands.command()
 def doctor(
     config: Config = None, run_dir: RunDir = None, state_dir: StateDir = None, json: Json = False
 ) -> None:

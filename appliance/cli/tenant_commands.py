@@ -10,11 +10,14 @@ import typer
 from appliance.cli.action_commands import add_commands
 from appliance.cli.options import Json, RunDir
 
+commands = typer.Typer()
 tenants = typer.Typer(
     help="Manage tenants, to which requests are billed, and their limits.", no_args_is_help=True
 )
 keys = typer.Typer(help="Manage bearer keys, which TCP clients need.", no_args_is_help=True)
 peers = typer.Typer(help="Manage local users and groups, which need no key.", no_args_is_help=True)
+for _name, _group in (("tenants", tenants), ("keys", keys), ("peers", peers)):
+    commands.add_typer(_group, name=_name)
 
 
 @tenants.command("list")

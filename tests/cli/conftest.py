@@ -40,8 +40,7 @@ class Outcome(NamedTuple):
 Run = Callable[..., Outcome]
 
 BUILT: Any = typer.main.get_command(app)
-"""The command tree, built only once. Otherwise, typer would rebuild it for each command line, which takes
-longer than most commands."""
+"""The command tree, built only once. Otherwise, typer would rebuild it for each command line."""
 
 
 def commands(group: Any = BUILT, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

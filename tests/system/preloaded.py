@@ -28,11 +28,10 @@ for _module in pkgutil.iter_modules(appliance.cli.__path__):
     if _module.name not in ("__main__", "pull"):
         importlib.import_module(f"appliance.cli.{_module.name}")
 find_gpus()
-# Typer builds the tree of all commands in every run, which takes longer than most commands. The forked
-# processes use the tree that the runs below build.
+# The forked processes use the tree of commands that the runs below build.
 typer.main.get_command = functools.cache(typer.main.get_command)
 # These runs import the modules that the command line does not import before a command runs.
-for _command in ("status", "top"):
-    sys.argv = ["appliance", _command, "--run-dir", "/nonexistent"]
-    with contextlib.redirect_stderr(io.StringIO()):
+for _words in (["--help"], ["status", "--run-dir", "/nonexistent"], ["top", "--run-dir", "/nonexistent"]):
+    sys.argv = ["appliance", *_words]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         appliance.cli.main()
