@@ -92,7 +92,7 @@ class ControlStore:
     def close(self, timeout_s: float = 5.0) -> None:
         """Finish the changes in progress and close the file. Afterwards, the file can be read without write
         permission."""
-        self.trail.close()
+        self.trail.close(timeout_s)
         self._writer.close(timeout_s)
 
     def state(self) -> WriterState:

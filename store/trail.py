@@ -10,6 +10,7 @@ Entries reach the chain in the order in which they were submitted, whether spool
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Callable, Mapping
@@ -72,9 +73,11 @@ class AuditTrail:
         self._heads.start()
         self._call(self._begin).exception()
 
-    def close(self) -> None:
-        """Try one last time to empty the spool and record the head."""
-        self._call(self.append).exception()
+    def close(self, timeout_s: float) -> None:
+        """Try one last time to empty the spool and record the head. A disk that does not respond is given
+        `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            self._call(self.append).exception(timeout_s)
         self._heads.record()
         self._spool.close()
 

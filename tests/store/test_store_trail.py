@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import subprocess
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -77,6 +78,17 @@ def test_a_view_shows_one_line_per_action(control):
             ("uid:0", "requests.cancel", None, None),
             ("uid:7", "keys.create", "refused", None),
         ]
+
+
+def test_a_disk_that_does_not_respond_does_not_keep_the_trail_from_closing(tmp_path):
+    control, responds = ControlStore(tmp_path / "control.db"), threading.Event()
+    control.start()
+    waiting = control.write(lambda connection: responds.wait(60), lambda _: None)
+    control.trail.close(0.1)
+    assert not waiting.done()
+    responds.set()
+    control.close()
+    assert evidence.examine_folder(tmp_path).ok
 
 
 # ── heads ──
