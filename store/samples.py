@@ -53,12 +53,22 @@ class TelemetryLayout:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> TelemetryLayout:
-        """Create a layout from its compressed document."""
-        return cls(zlib.decompress(packed))
+        """Create a layout from its compressed document. Raises ValueError if the document is damaged."""
+        try:
+            layout = cls(zlib.decompress(packed))
+        except zlib.error as error:
+            raise ValueError(f"a telemetry layout is damaged: {error}") from error
+        _ = layout.length  # Raises DecodeError, which is a ValueError, if the document is not JSON.
+        return layout
 
     @cached_property
     def _leaves(self) -> list[tuple[str, Any]]:
         return list(leaves(msgspec.json.decode(self.document)))
+
+    @cached_property
+    def length(self) -> int:
+        """The number of metrics, which is the length of a row of numbers."""
+        return sum(type(value) in (int, float) for _, value in self._leaves)
 
     @cached_property
     def metrics(self) -> dict[str, int]:
@@ -185,17 +195,23 @@ def unpack(packed: bytes, rows: int) -> list[array[float]]:
     return [numbers[row * length : (row + 1) * length] for row in range(rows)]
 
 
-def unpack_metric(packed: bytes, rows: int, position: int) -> list[float]:
-    """Unpack one number of each row packed by `pack`, without unpacking the others. Raises ValueError if the
-    bytes are damaged."""
+def unpack_metric(packed: bytes, rows: int, position: int, length: int) -> list[float]:
+    """Unpack one number of each row packed by `pack`, without unpacking the others. `length` is the
+    length of a row. Raises ValueError if the bytes are damaged or a row has another length."""
     shuffled = _decompressed(packed, rows)
     count = len(shuffled) // _DOUBLE_BYTES
-    length = count // rows
+    check_length(count // rows, length)
     found: list[float] = []
     for row in range(rows):
         (number,) = struct.unpack("=d", shuffled[row * length + position :: count])
         found.append(number)
     return found
+
+
+def check_length(numbers: int, length: int) -> None:
+    """Raise ValueError if a row does not have the length that its layout prescribes."""
+    if numbers != length:
+        raise ValueError(f"a telemetry sample has {numbers} numbers, but its layout has {length}")
 
 
 def _decompressed(packed: bytes, rows: int) -> bytes:

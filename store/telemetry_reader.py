@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from store.database import reading
 from store.errors import StoreError
-from store.samples import TelemetryLayout, TelemetrySample, unpack, unpack_metric
+from store.samples import TelemetryLayout, TelemetrySample, check_length, unpack, unpack_metric
 from store.schemas import HISTORY
 from store.telemetry import DETAILS, RESOLUTIONS, Resolution, unpack_interval
 
@@ -199,10 +199,12 @@ class TelemetryReader:
             if resolution is None:
                 found = found._replace(resolution=RESOLUTIONS[_choose(connection, begin, end, points)])
             for at, layout_id, packed in _rows(connection, found.resolution, begin, end, points + 1):
+                layout = self._layout(connection, layout_id)
                 if layout_id not in chosen:
-                    metrics = self._layout(connection, layout_id).metrics
-                    chosen[layout_id] = {name: place for name, place in metrics.items() if wanted(name)}
-                numbers = self._unpack(packed, found.resolution)[0]
+                    chosen[layout_id] = {
+                        name: place for name, place in layout.metrics.items() if wanted(name)
+                    }
+                numbers = self._unpack(packed, found.resolution, layout)[0]
                 for name, place in chosen[layout_id].items():
                     column = found.metrics.setdefault(name, [])
                     column += [math.nan] * (len(found.at) - len(column))
@@ -249,27 +251,31 @@ class TelemetryReader:
         self, connection: sqlite3.Connection, resolution: Resolution, row: tuple[int, int, bytes]
     ) -> RecordedSample:
         at, layout_id, packed = row
-        rows = self._unpack(packed, resolution)
-        sample = TelemetrySample(at / 1000, self._layout(connection, layout_id), rows[0])
+        layout = self._layout(connection, layout_id)
+        rows = self._unpack(packed, resolution, layout)
+        sample = TelemetrySample(at / 1000, layout, rows[0])
         return RecordedSample(sample, resolution.seconds, rows[-2 % len(rows)], rows[-1])
 
     def _point(
         self, connection: sqlite3.Connection, resolution: Resolution, row: tuple[int, int, bytes], metric: str
     ) -> SeriesPoint | None:
         at, layout_id, packed = row
-        position = self._layout(connection, layout_id).metrics.get(metric)
+        layout = self._layout(connection, layout_id)
+        position = layout.metrics.get(metric)
         if position is None:
             return None
         with self._damage_reported():
-            mean, *distances = unpack_metric(packed, resolution.rows, position)
+            mean, *distances = unpack_metric(packed, resolution.rows, position, layout.length)
         if math.isnan(mean):
             return None
         below, above = distances or (0.0, 0.0)
         return SeriesPoint(at / 1000, mean, mean - below, mean + above)
 
-    def _unpack(self, packed: bytes, resolution: Resolution) -> list[array[float]]:
+    def _unpack(self, packed: bytes, resolution: Resolution, layout: TelemetryLayout) -> list[array[float]]:
         with self._damage_reported():
-            return unpack(packed, 1) if resolution.rows == 1 else unpack_interval(packed)
+            rows = unpack(packed, 1) if resolution.rows == 1 else unpack_interval(packed)
+            check_length(len(rows[0]), layout.length)
+        return rows
 
     @contextmanager
     def _damage_reported(self) -> Iterator[None]:
@@ -288,7 +294,8 @@ class TelemetryReader:
                 raise StoreError(
                     f"{self.path} has no telemetry layout {layout_id}", "restore the file from a backup"
                 )
-            known = self._layouts[layout_id] = TelemetryLayout.unpacked(row[0])
+            with self._damage_reported():
+                known = self._layouts[layout_id] = TelemetryLayout.unpacked(row[0])
         return known
 
 

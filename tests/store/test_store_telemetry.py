@@ -356,6 +356,29 @@ def test_a_damaged_row_is_reported_with_its_file(history, telemetry, reader):
         reader.snapshot(START)
 
 
+@pytest.mark.parametrize(
+    ("sql", "reason"),
+    [
+        ("UPDATE telemetry_layouts SET document = x'00'", "a telemetry layout is damaged"),
+        ("UPDATE telemetry_layouts SET document = x'789c030000000001'", "Input data was truncated"),
+        ("UPDATE telemetry_1s SET layout = 3 - layout", r"has [13] numbers, but its layout has [13]"),
+    ],
+)
+def test_a_damaged_layout_is_reported_with_its_file(history, telemetry, reader, sql, reason):
+    splitter = Splitter()
+    telemetry.record(splitter.split(START, {"a": 1}))
+    telemetry.record(splitter.split(START + 1, {"b": 2, "c": 3, "a": 1}))
+    history.writer.flush()
+    history.writer.call(lambda connection: connection.execute(sql)).result(60)
+    for read in (
+        lambda: reader.snapshot(START),
+        lambda: reader.series("a", START, START + 1),
+        lambda: reader.columns(lambda name: True, START, START + 1, points=10, values=10),
+    ):
+        with pytest.raises(StoreError, match=rf"history\.db: .*{reason}.*restore the file from a backup"):
+            read()
+
+
 def test_numbers_that_do_not_fill_the_rows_are_refused():
     with pytest.raises(ValueError, match="does not fit 3 rows of numbers"):
         unpack(pack([array("d", [1.0, 2.0])]), 3)
