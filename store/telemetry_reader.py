@@ -23,6 +23,10 @@ _PAGE_ROWS = 600
 """Maximum number of rows read through one connection. A reader that keeps its connection open prevents the
 service from leaving WAL mode when it stops."""
 
+MAX_LAYOUTS = 64
+"""Maximum number of layouts that a reader keeps in memory. A decoded layout of a service with a single model
+takes about 90 KB, and a month's recording can contain thousands of layouts."""
+
 
 class RecordedSample(NamedTuple):
     """A recorded sample with each metric's range."""
@@ -295,7 +299,10 @@ class TelemetryReader:
                     f"{self.path} has no telemetry layout {layout_id}", "restore the file from a backup"
                 )
             with self._damage_reported():
-                known = self._layouts[layout_id] = TelemetryLayout.unpacked(row[0])
+                known = TelemetryLayout.unpacked(row[0])
+            if len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[layout_id] = known
         return known
 
 

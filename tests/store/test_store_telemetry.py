@@ -26,7 +26,7 @@ from store.telemetry import (
     pack_interval,
     unpack_interval,
 )
-from store.telemetry_reader import TelemetryReader
+from store.telemetry_reader import MAX_LAYOUTS, TelemetryReader
 
 START = 1_800_000_000.0
 """A multiple of 60, so that intervals begin at this time."""
@@ -245,6 +245,17 @@ def test_layouts_are_removed_with_their_last_row(history, telemetry, reader):
         [(left,)] = connection.execute("SELECT count(*) FROM telemetry_layouts")
     assert left == 10
     assert reader.snapshot(START + 245) is not None
+
+
+def test_a_reader_keeps_a_limited_number_of_layouts_in_memory(history, telemetry, reader):
+    splitter, count = Splitter(), MAX_LAYOUTS + 6
+    for second in range(count):
+        telemetry.record(splitter.split(START + second, tree(second, state=f"loading {second}%")))
+    history.writer.flush()
+    samples = reader.samples(START, START + count, RESOLUTIONS[0])
+    states = [one.sample.layout.texts["models[demo].replicas[demo-1].state"] for one in samples]
+    assert states == [f"loading {second}%" for second in range(count)]
+    assert len(reader._layouts) <= MAX_LAYOUTS
 
 
 def test_a_reader_does_not_confuse_a_new_layout_with_a_removed_one(history, telemetry, reader):
