@@ -68,8 +68,18 @@ class ContentKeeper:
                     message.request_id,
                 )
                 return
+            try:
+                copy = os.dup(descriptor)
+            except OSError as error:
+                self.writer.count_dropped(1)
+                log.error(
+                    "request %s: prompts and answers not stored (%s): raise the open file limit (ulimit -n)",
+                    message.request_id,
+                    error.strerror,
+                )
+                return
             self._waiting += 1
-        self._thread.submit(self._take, message, os.dup(descriptor))
+        self._thread.submit(self._take, message, copy)
 
     def _take(self, message: Keep, descriptor: int) -> None:
         try:

@@ -4,6 +4,7 @@ large they may be."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -83,6 +84,23 @@ def test_the_texts_of_a_request_are_dropped_and_counted_while_256_requests_wait(
     keeper.close()
     assert stored(keeper, "req-0") and stored(keeper, "req-255")
     assert not stored(keeper, "req-256") and not stored(keeper, "req-257")
+
+
+def test_texts_are_dropped_and_counted_while_too_many_files_are_open(
+    keeper: ContentKeeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_descriptor(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(contents.os, "dup", no_descriptor)
+        for number in range(256):
+            keep(keeper, f"req-{number}", texts(100_001))
+    assert keeper.writer.state().dropped_rows == 256
+    assert "Too many open files" in caplog.text
+    keep(keeper, "later", texts(100_001))
+    keeper.close()
+    assert stored(keeper, "later")
 
 
 def test_texts_of_more_than_64_mib_are_dropped_and_counted(
