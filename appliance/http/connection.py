@@ -128,6 +128,9 @@ class Connection(asyncio.BufferedProtocol):
         progress."""
         if not self.authenticated or self._tenant != tenant:
             if not self.server.promote(self, tenant):
+        if self.disconnected:
+            # A closed connection has left its pool. Nothing would free a place that it took now.
+            return True
                 return False
             self.authenticated, self._tenant = True, tenant
             if self.pool is not None and self._exchange is not None and self._exchange.request_complete:

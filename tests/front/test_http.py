@@ -246,6 +246,33 @@ def test_unread_answers_of_one_tenant_do_not_cut_off_clients_of_another(tmp_path
     uvloop.run(run())
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_closed_connection_gets_no_place_in_a_pool(tmp_path: Path, is_known: bool) -> None:
+    answers: list[bool] = []
+
+    async def authenticate_late(request: Request) -> PlainTextResponse:
+        connection = request.scope["state"]["connection"]
+        connection.abort()
+        while server.connections:
+            await asyncio.sleep(0)
+        answers.append(connection.authenticate("acme"))
+        return PlainTextResponse("")
+
+    server: HttpServer
+
+    async def run() -> None:
+        nonlocal server
+        app = Starlette(routes=[Route("/", authenticate_late)])
+        server = HttpServer(app, known=lambda peer: is_known)
+        await server.listen(listening(tmp_path / "s"))
+        assert await exchange(tmp_path / "s", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+        await server.stop(1.0)
+        assert answers == [True]
+        assert not len(server.known_pool) and not len(server.unknown_pool)
+
+    uvloop.run(run())
+
+
 def test_an_error_of_the_application_releases_the_requests_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
