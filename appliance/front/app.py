@@ -65,7 +65,11 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
     elif isinstance(error, InsufficientScopeError):
         refusal = forbidden(str(error), "insufficient_scope")
     elif isinstance(error, ClientDisconnected):
-        refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
+        sent = request.scope["state"]["connection"].refusal
+        if sent is None:
+            refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
+        else:
+            refusal = ApiError(sent.status, sent.message)  # the server has already sent this error
     else:
         # The HTTP server logs the traceback and then drops the stack frames.
         refusal = ApiError(

@@ -56,6 +56,8 @@ class Connection(asyncio.BufferedProtocol):
         self.on_disconnect: Callable[[], None] | None = None
         """Called once, after the connection has closed. `on_writable` and `on_disconnect` are set for the
         response in progress."""
+        self.refusal: RequestError | None = None
+        """The error with which `refuse` has answered an unfinished request."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
@@ -126,11 +128,11 @@ class Connection(asyncio.BufferedProtocol):
         """Move the connection to the pool for known clients and assign it to `tenant`, because its request
         has a valid identity. Return False if the pool is full and all other connections have requests in
         progress."""
-        if not self.authenticated or self._tenant != tenant:
-            if not self.server.promote(self, tenant):
         if self.disconnected:
             # A closed connection has left its pool. Nothing would free a place that it took now.
             return True
+        if not self.authenticated or self._tenant != tenant:
+            if not self.server.promote(self, tenant):
                 return False
             self.authenticated, self._tenant = True, tenant
             if self.pool is not None and self._exchange is not None and self._exchange.request_complete:
@@ -397,6 +399,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is not None and exchange.started:
             self.transport.abort()
             return
+        self.refusal = error
         if exchange is not None:
             self._exchange = None
             exchange.disconnect()

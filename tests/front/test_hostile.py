@@ -227,6 +227,22 @@ def test_slow_headers_slow_bodies_and_idle_connections_time_out(
     front.wait_for(lambda: front.reports[-1].connections == 0)
 
 
+def test_the_log_shows_the_status_with_which_an_unfinished_request_was_refused(
+    front: Harness, limit: Callable[..., None]
+) -> None:
+    limit(body_timeout_s=0.2)
+    path, headers = "/v1/completions", {"Content-Length": "10000"}
+    chunked = head("POST", path, {"Transfer-Encoding": "chunked"}) + b"x\r\n"
+    for data, status in ((head("POST", path, headers) + b"{", 408), (chunked, 400)):
+        with connect(front) as sock:
+            sock.sendall(data)
+            answer = read_answer(sock)
+        front.wait_for(lambda: bool(front.rejected))
+        rejected = front.rejected.pop()
+        assert (answer.status, rejected.status) == (status, status)
+        assert rejected.error == answer.error["message"]
+
+
 def test_the_time_limits_of_requests_do_not_end_a_stream(front: Harness, limit: Callable[..., None]) -> None:
     limit(header_timeout_s=5.0, body_timeout_s=5.0, idle_timeout_s=5.0)
     front.replica.step_s = 0.25
