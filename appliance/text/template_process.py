@@ -45,6 +45,7 @@ MAX_WAIT_S = 30.0
 _MAX_ANSWER_S = 60.0
 """Maximum time, in seconds, until the child process answers. It takes this long only if it is stopped or if
 the machine is overloaded, because the limits on its CPU time are much lower."""
+_CLOSED = "this model is no longer served"
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 
 
@@ -189,7 +190,7 @@ class TemplateProcess:
 
     async def _start(self) -> _Child:
         if self._closed:
-            raise ChatTemplateError("this model is no longer served")
+            raise ChatTemplateError(_CLOSED)
         began = time.monotonic()
         child = self._child = _Child(self._background)
         await child.ask(self._compile)
@@ -252,8 +253,9 @@ class _Child:
         raise TemplateBoundError(reply.message) if reply.is_bound else ChatTemplateError(reply.message)
 
     def kill(self) -> None:
-        """Kill the process immediately."""
+        """Kill the process immediately and refuse the conversation in progress."""
         self._channel.close()
+        self._take(Failed(_CLOSED))
         self._process.kill()
         self._background.run(_reap(self._process))
 

@@ -149,6 +149,20 @@ def test_a_stopped_process_is_no_fault_of_the_conversation(monkeypatch: pytest.M
     assert with_process(TEMPLATE, stopped).startswith("<s>")
 
 
+def test_closing_refuses_all_conversations_at_once() -> None:
+    async def closed(process: TemplateProcess) -> None:
+        await process.compile()
+        workers()[0].suspend()
+        renderings = [asyncio.create_task(process.render("a", USER)) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        process.close()
+        for rendering in renderings:
+            with pytest.raises(ChatTemplateError, match="no longer served"):
+                await asyncio.wait_for(rendering, 10)
+
+    with_process(TEMPLATE, closed)
+
+
 def test_a_template_that_takes_too_long_to_compile_is_refused_at_load() -> None:
     longest = "{{a}}" * (MAX_TEMPLATE_BYTES // 5)  # Compiling this template takes more than ten seconds.
 
