@@ -28,6 +28,7 @@ class IdentityRegistry:
         self._made_of: tuple[Policies, UnixSettings] | None = None
         self._table = Identities()
         self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
+        """The identity of each key, by key id, with the records from which it was derived."""
 
     def current(self) -> Identities:
         """Return the full identity table. Returns the same object until a policy or setting changes."""
@@ -50,6 +51,7 @@ class IdentityRegistry:
         return Identity(tenant=identity.tenant, key_id=identity.key_id)
 
     def _make(self, policies: Policies, now: float) -> Identities:
+        self._known = {name: known for name, known in self._known.items() if name in policies.keys}
         keys: dict[str, Identity | None] = {}
         for key in policies.keys.values():
             tenant = policies.tenants.get(key.tenant)

@@ -43,7 +43,7 @@ class Server:
     def put(self, *records: TenantRecord | KeyRecord | PeerRecord) -> None:
         self.policies = self.policies.with_changes(*(Change(None, record) for record in records))
 
-    def remove(self, record: PeerRecord | TenantRecord) -> None:
+    def remove(self, record: PeerRecord | TenantRecord | KeyRecord) -> None:
         self.policies = self.policies.with_changes(Change(record, None))
 
     def key(self, name: str) -> Identity:
@@ -216,3 +216,11 @@ def test_a_thousand_tenants_and_five_thousand_keys_fit_into_one_small_frame() ->
     news = changes(before, server.table.current())
     assert news is not None and len(encode(news)) < 1000
     assert msgspec.msgpack.decode(encode(news), type=Identities) == news
+
+
+def test_deleted_keys_take_no_memory() -> None:
+    server = Server(tenant("acme"), key("kept"), key("deleted"))
+    server.table.current()
+    server.remove(key("deleted"))
+    server.table.current()
+    assert list(server.table._known) == ["kept"]
