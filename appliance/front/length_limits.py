@@ -13,8 +13,8 @@ from appliance.front.schemas import GenerationRequest
 MAX_TOKENS_SHOWN = 524_288
 """Maximum number of tokens in a /tokenize response."""
 _NO_LIMIT = 1 << 20
-"""Number of tokens to generate if neither a limit nor the model's context length is known. The engine still
-ends the answer at the actual context length."""
+"""Maximum number of tokens to generate if the model's context length is unknown. The engine still ends the
+answer at the actual context length."""
 
 
 class LengthLimit(NamedTuple):
@@ -109,7 +109,8 @@ def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLi
         raise invalid(param, "is empty; send at least one token")
     requested, default = answer.requested, answer.default
     if not limit.tokens:
-        return (default or _NO_LIMIT) if requested is None else max(requested, limit.answer_tokens)
+        most = default or _NO_LIMIT if requested is None else max(requested, limit.answer_tokens)
+        return min(most, _NO_LIMIT)
     left = limit.tokens - len(token_ids)
     if left < limit.answer_tokens:
         raise limit.exceeded(param, len(token_ids))

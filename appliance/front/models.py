@@ -39,6 +39,11 @@ class LoadedModel:
         (`ServedModel.name`)."""
         return self.served.name
 
+    @property
+    def vocab_size(self) -> int:
+        """The model's vocabulary size or, if the model's config.json cannot be read, the tokenizer's."""
+        return self.served.vocab_size or self.tokenizer.vocabulary_size
+
 
 async def load_model(served: ServedModel) -> LoadedModel:
     """Read the tokenizer and chat template. This takes about two seconds for a vocabulary of 128 k tokens.

@@ -51,8 +51,7 @@ async def sampling_params(
     check_token_ids(model, list(body.logit_bias or ()), "logit_bias")
     stop_ids = check_token_ids(model, body.stop_token_ids or [], "stop_token_ids")
     if not body.ignore_eos:
-        vocab_size = model.served.vocab_size or model.tokenizer.vocabulary_size
-        known = [token_id for token_id in model.tokenizer.eos_ids if token_id < vocab_size]
+        known = [token_id for token_id in model.tokenizer.eos_ids if token_id < model.vocab_size]
         stop_ids = list(dict.fromkeys([*known, *stop_ids]))
     bad_words = await bad_word_tokens(state, context, model, body.bad_words or ())
     if body.allowed_token_ids is not None:
@@ -98,10 +97,9 @@ def _first(requested: float | None, default: float | None, otherwise: float) -> 
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:
-    """Return the token ids. Raises a 400 if an id is not in the model's vocabulary. If the vocabulary size is
-    unknown, all ids are accepted."""
-    most = model.served.vocab_size - 1
-    if most >= 0 and token_ids and (min(token_ids) < 0 or max(token_ids) > most):
+    """Return the token ids. Raises a 400 if an id is not in the model's vocabulary."""
+    most = model.vocab_size - 1
+    if token_ids and (min(token_ids) < 0 or max(token_ids) > most):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= most)
         shown = str(wrong) if abs(wrong) < 1 << 64 else "a very large number"
         raise invalid(param, f"token id {shown} is not valid; the model's token ids are 0 to {most}")

@@ -391,3 +391,19 @@ def test_continuous_usage_stats_puts_token_counts_into_every_chunk(front: Harnes
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     only = chunks(front, CHAT, chat(stream_options={"continuous_usage_stats": True}))
     assert all("usage" not in chunk for chunk in only)
+
+
+@pytest.mark.usefixtures("restore_models")
+def test_numbers_have_bounds_while_the_limits_of_the_model_are_unknown(front: Harness) -> None:
+    front.models = [front.served(max_model_len=0, vocab_size=0)]
+    front.reconfigure()
+    for token_id in (-1, front.vocab_size, 1 << 40, 1 << 80):
+        for path, field in (("/detokenize", "tokens"), (COMPLETION, "prompt")):
+            answer = post(front, path, {"model": "demo", field: [5, token_id]})
+            assert (answer.status, answer.error["param"]) == (400, field)
+        if token_id >= 0:
+            answer = post(front, COMPLETION, {"model": "demo", "prompt": "x", "stop_token_ids": [token_id]})
+            assert (answer.status, answer.error["param"]) == (400, "stop_token_ids")
+    for path, prompt in ((COMPLETION, {"prompt": "quick"}), (CHAT, chat())):
+        answer = post(front, path, {"model": "demo", "max_tokens": 1 << 70, **prompt})
+        assert answer.status == 200
