@@ -59,9 +59,9 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """Serial number, which increases with each message. The front process reports the serial number of the
     latest configuration it has applied."""
     models: list[ServedModel]
-    routes: list[Route] | None = None
+    routes: list[Route] = []
     """The names that applications can use for models. The names take effect when the message arrives, before
-    new models are loaded. If None, each model is available only under its own name."""
+    new models are loaded. Requests for a new model wait until the front process has loaded it."""
     max_held: int = 1000
     """Maximum number of requests per front process that may be waiting for a model to be loaded."""
     hold_timeout_s: float = 60.0

@@ -89,10 +89,11 @@ class Catalog:
         self._models: dict[str, LoadedModel] = {}
         self.problems: dict[str, str] = {}
         """Models that cannot be used, each with the reason."""
-        self._routes: dict[str, Route] | None = None
+        self._routes: dict[str, Route] = {}
         self._served: list[ServedModel] = []
         self._changed = asyncio.Event()
-        """An event that is set when the names change and is then replaced by a new event."""
+        """An event that is set when the names or the loaded models change and is then replaced by a new
+        event."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
         """For each name whose model is not loaded: the number of requests waiting for it."""
@@ -130,11 +131,7 @@ class Catalog:
     @property
     def listed(self) -> list[Route]:
         """The names shown in model lists: those whose models can answer requests."""
-        if self._routes is None:
-            routes = [own_route(model, model.name) for model in self._served]
-        else:
-            routes = [route for route in self._routes.values() if route.listed]
-        return [route for route in routes if route.unit not in self.problems]
+        return [route for route in self._routes.values() if route.listed and route.unit not in self.problems]
 
     def serves(self, name: str) -> bool:
         """Return whether a model with this name can answer requests, either now or after being loaded on
@@ -143,18 +140,15 @@ class Catalog:
 
     def unit_of(self, name: str) -> str:
         """Return the model or version that answers requests for the name, or an empty string if none does."""
-        if self._routes is None:
-            return name
         route = self._routes.get(name)
         return "" if route is None else route.unit
 
     # ── changes made by the core ──
 
-    def route(self, routes: list[Route] | None) -> None:
+    def route(self, routes: list[Route]) -> None:
         """Replace the names that applications can use for models. The change takes effect immediately."""
-        self._routes = None if routes is None else {route.name: route for route in routes}
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._routes = {route.name: route for route in routes}
+        self._wake_waiting()
 
     async def replace(self, served: list[ServedModel]) -> None:
         """Load the models in `served` and drop all others. The previous models stay in use until the new ones
@@ -181,6 +175,12 @@ class Catalog:
                 # Requests that started with the previous model may still need its templates.
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
         self._models, self.problems, self._served = models, broken, served
+        self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
+        """Let the requests that are waiting for a model look for it again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     # ── use by requests ──
 
@@ -280,7 +280,7 @@ class Catalog:
 
     def route_of(self, name: str) -> Route | None:
         """Return the route for a name, or None if there is none."""
-        return None if self._routes is None else self._routes.get(name)
+        return self._routes.get(name)
 
     def fallback_of(self, name: str, identity: Identity) -> str:
         """Return the name of the fallback model that may answer the caller's requests in place of this model,
@@ -298,8 +298,13 @@ class Catalog:
         return own_route(self.get(name, identity, caller).served, name)
 
     def _waits(self, name: str) -> bool:
+        """Return whether requests for the name must wait: no model is loaded for it, or this front is still
+        reading the model's files."""
         route = self.route_of(name)
-        return route is not None and not route.unit and not route.problem
+        if route is None or route.problem:
+            return False
+        units = [arm.unit for arm in route.arms] or [route.unit]
+        return not any(unit in self._models or unit in self.problems for unit in units)
 
     def _is_on_demand(self, name: str) -> bool:
         route = self.route_of(name)

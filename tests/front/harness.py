@@ -57,6 +57,7 @@ from appliance.channel.front_messages import (
 from appliance.channel.front_settings import KeepRules, Limits, RetryRules
 from appliance.channel.identity import Identity
 from appliance.channel.served_models import Route, ServedModel
+from appliance.front.models import own_route
 from appliance.front_pool.claims import Claims
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
@@ -258,16 +259,18 @@ class Harness:
         keeping: KeepRules = KeepRules(),  # noqa: B008
         routes: list[Route] | None = None,
     ) -> None:
-        """Send the served models and the settings to the front process."""
+        """Send the served models and the settings to the front process. By default, each model is available
+        under its own name."""
+        models = self.models or [self.served()]
         configure = Configure(
             front="front-0",
-            models=self.models or [self.served()],
+            models=models,
             limits=limits or self.limits,
             ready=ready,
             reason=reason,
             retries=retries,
             keeping=keeping,
-            routes=routes,
+            routes=[own_route(model, model.name) for model in models] if routes is None else routes,
             serial=self.serial + 1,
         )
         self.serial += 1
