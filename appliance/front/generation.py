@@ -148,6 +148,8 @@ class Generation:
         self._submitted = self.ran = True
         self._submitted_at = time.monotonic()
         self.task.fall_back = None
+        if not self.task.needs_body:
+            self.context.body.release()
         self.headers = rate_limit_headers(message.rate_limits)
         if message.most_tokens is not None:
             for prompt in self.task.prompts:

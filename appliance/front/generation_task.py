@@ -93,6 +93,12 @@ class GenerationTask:
         return self.best_of or self.n
 
     @property
+    def needs_body(self) -> bool:
+        """Whether the request's body must stay in memory, because its texts are kept or the request may be
+        prepared again."""
+        return bool(self.asked) or self.fall_back is not None or self.copy is not None
+
+    @property
     def prompt_tokens(self) -> int:
         """Total number of prompt tokens."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)

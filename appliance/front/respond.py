@@ -44,7 +44,7 @@ class GenerationResponse(Response):
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._task.asked and self._task.fall_back is None and self._task.copy is None:
+        if not self._task.needs_body:
             # The request has been prepared, so its body's memory can be released.
             self._context.body.release()
         generation = self.generation

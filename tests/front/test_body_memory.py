@@ -12,9 +12,10 @@ import msgspec
 import psutil
 import pytest
 
-from appliance.channel.core_messages import Abort
+from appliance.channel.core_messages import Abort, Admitted
 from appliance.channel.front_settings import Limits
 from appliance.channel.identity import Identity
+from appliance.channel.served_models import Route
 from appliance.front.encoding import text_bytes
 from appliance.front.schemas import MAX_MESSAGES, ChatMessage, ChatRequest
 from appliance.front.tokenization import HIDE_INLINE_CHARACTERS, conversation_size
@@ -111,6 +112,23 @@ def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_end
         front.settled(2)
         send(3)
         front.wait_for(lambda: len(front.admits) == 3)
+
+
+def test_a_body_that_is_kept_for_a_fallback_model_counts_until_the_request_is_admitted(
+    front: Harness, waiting: contextlib.ExitStack
+) -> None:
+    front.identify(uids={os.getuid(): Identity(tenant="local", may_fall_back=True)})
+    routes = [Route(name="demo", unit="demo", fallback="other"), Route(name="other", unit="demo")]
+    front.configure(limits=Limits(max_body_bytes=100_000, max_tenant_body_bytes=150_000), routes=routes)
+    front.endless()
+    body = {"model": "demo", "prompt": "x" * 90_000, "truncate_prompt_tokens": 1, "max_tokens": -1}
+    post(front, waiting, body)
+    front.wait_for(lambda: len(front.admits) == 1)
+    assert read_answer(post(front, waiting, body)).status == 503
+    front.send(Admitted(front.admits[0].request_id, 0, front.replica.name, "salt", 1))
+    front.wait_for(lambda: len(front.replica.running) == 1)
+    post(front, waiting, body)
+    front.wait_for(lambda: len(front.admits) == 2, 10)
 
 
 @pytest.mark.parametrize("has_key", [False, True])

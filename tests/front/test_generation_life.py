@@ -261,7 +261,8 @@ def test_nothing_is_submitted_to_a_replica_after_its_channel_has_closed() -> Non
         task = GenerationTask(
             model=model, chat=False, prompts=prompts, n=1, sampling=SamplingParams(max_tokens=3)
         )
-        context: Any = SimpleNamespace(identity=Identity(tenant="t"), request_id="r")
+        body = SimpleNamespace(release=lambda: None)
+        context: Any = SimpleNamespace(identity=Identity(tenant="t"), request_id="r", body=body)
         state: Any = SimpleNamespace(replicas={"m-0": link})
         generation = Generation(state, context, task)
         generation.admitted(Admitted("r", 0, "m-0", "salt", 1))
