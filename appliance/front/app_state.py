@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from appliance.background import Background
-from appliance.channel.core_messages import Admitted, Refused
-from appliance.channel.front_messages import FrontToCore, HandOver, Keep, Rejected, RequestProgress, Worked
+from appliance.channel.front_messages import FrontToCore, HandOver, Keep, Rejected, Worked
 from appliance.channel.front_settings import Limits
 from appliance.front.body_budget import BodyBudget
 from appliance.front.errors import ApiError
@@ -22,6 +21,7 @@ from appliance.http import CountedLog
 from appliance.text.fair_queue import TextMemory, WorkPool
 
 if TYPE_CHECKING:
+    from appliance.front.generation import Generation
     from appliance.front.request_context import RequestContext
     from appliance.front.stream import EventStream
 
@@ -30,17 +30,6 @@ MAX_TEXT_BYTES = 16 << 20
 shares of this memory."""
 MAX_TEXT_WAIT_S = 30.0
 """Time limit, in seconds, for encoding one request's prompts."""
-
-
-class Running(Protocol):
-    """A request that is waiting for admission or running. Its methods are called when the core sends messages
-    about the request."""
-
-    def admitted(self, message: Admitted) -> None: ...
-    def refused(self, message: Refused) -> None: ...
-    def abort(self, message: str) -> None: ...
-    def preempted(self) -> None: ...
-    def progress(self) -> RequestProgress: ...
 
 
 class AppState:
@@ -68,7 +57,7 @@ class AppState:
         self.text_memory = TextMemory(MAX_TEXT_BYTES)
         self.work = WorkPool(MAX_TEXT_WAIT_S)
         self.shadows = ShadowTraffic(self)
-        self.active: dict[str, Running] = {}
+        self.active: dict[str, Generation] = {}
         """Requests that are waiting for admission or running, by request id."""
         self.ready = False
         self.not_ready_reason = "this front process has not received its configuration yet; retry in a moment"
