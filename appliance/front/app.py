@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from appliance.front.app_state import AppState
 from appliance.front.body import ClientDisconnected
 from appliance.front.cors import Cors
-from appliance.front.errors import ApiError, ErrorCode, forbidden
+from appliance.front.errors import ApiError, ErrorCode, forbidden, internal_error
 from appliance.front.gate import Gate
 from appliance.front.generation import CLIENT_DISCONNECTED
 from appliance.front.health import health_routes
@@ -72,11 +72,7 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
             refusal = ApiError(sent.status, sent.message)  # the server has already sent this error
     else:
         # The HTTP server logs the traceback and then drops the stack frames.
-        refusal = ApiError(
-            500,
-            "the server failed to process the request; see the log of this front process for the cause",
-            code="internal",
-        )
+        refusal = internal_error()
     if isinstance(error, ApiError | ClientDisconnected):
         drop_frames(error)
     context: RequestContext | None = request.scope["state"].get("context")

@@ -98,6 +98,15 @@ def invalid(param: str | None, message: str, code: ErrorCode = INVALID) -> ApiEr
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
+def internal_error() -> ApiError:
+    """Return the 500 error for a request that failed because of an error in this process."""
+    return ApiError(
+        500,
+        "the server failed to process the request; see the log of this front process for the cause",
+        code="internal",
+    )
+
+
 def unauthorized(message: str, code: ErrorCode) -> ApiError:
     """Return a 401 error."""
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})

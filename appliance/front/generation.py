@@ -18,7 +18,7 @@ from appliance.channel.front_messages import (
     join_reasons,
 )
 from appliance.front.app_state import AppState
-from appliance.front.errors import ApiError, engine_error, refusal_error
+from appliance.front.errors import ApiError, engine_error, internal_error, refusal_error
 from appliance.front.generation_task import GenerationTask
 from appliance.front.keeping import Transcript
 from appliance.front.limits import rate_limit_headers
@@ -249,14 +249,7 @@ class Generation:
         except Exception:
             # The message also contains outputs for other requests, so an error must end only this request.
             log.exception("request %s: failed to process an output", self.context.request_id)
-            self._fail(
-                ApiError(
-                    500,
-                    "the server failed to process the request; see the log of this front process for the "
-                    "cause",
-                    code="internal",
-                )
-            )
+            self._fail(internal_error())
             return
         self.completion_tokens += sample.delivered - delivered
         if output.token_ids:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from appliance.front.answers import answer_steps
 from appliance.front.app_state import AppState
 from appliance.front.comments import HEAD_DELAY_S, happens_within, send_comments
-from appliance.front.errors import ApiError
+from appliance.front.errors import ApiError, internal_error
 from appliance.front.generation import CLIENT_DISCONNECTED, Generation
 from appliance.front.generation_task import GenerationTask
 from appliance.front.request_context import RequestContext
@@ -48,7 +48,7 @@ class GenerationResponse(Response):
             # The request has been prepared, so its body's memory can be released.
             self._context.body.release()
         generation = self.generation
-        error = "the server failed to process the request; see the log of this front process for the cause"
+        error = internal_error().message
         try:
             if self._task.stream:
                 failure = await self._stream(generation, scope, receive, send)

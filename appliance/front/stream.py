@@ -15,6 +15,7 @@ import time
 import msgspec
 
 from appliance.front.answers import answer_head, usage
+from appliance.front.errors import internal_error
 from appliance.front.generation import Generation
 from appliance.front.logprobs import PromptLogprobs, logprobs_event, tokens_at_once
 from appliance.front.sample import Sample
@@ -154,8 +155,11 @@ class EventStream:
             # An error in one stream must not affect others waiting to be flushed.
             log.exception("request %s: failed to create the stream's events", generation.context.request_id)
             generation.record = None
+            error = internal_error()
+            generation.settle(error.status, error.message)
             generation.client_disconnected()
             self._connection.abort()
+            self._finish()
 
     def _last_event(self) -> bytes:
         failure = self.generation.failure

@@ -15,11 +15,12 @@ import openai
 import pytest
 
 from appliance.channel.core_messages import Abort, Admitted, Preempted, Refused
+from appliance.channel.front_messages import Settle
 from appliance.channel.identity import Identity
 from appliance.channel.served_models import Route
 from appliance.front.generation import Generation
 from appliance.front.generation_task import GenerationTask, Prompt
-from appliance.front.stream import MAX_HELD_LOGPROB_OUTPUTS, MAX_HELD_OUTPUTS
+from appliance.front.stream import MAX_HELD_LOGPROB_OUTPUTS, MAX_HELD_OUTPUTS, EventStream
 from engine.messages import SamplingParams, Submit
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, ask, chat, connect, events, read_answer, request
@@ -271,6 +272,39 @@ def test_nothing_is_submitted_to_a_replica_after_its_channel_has_closed() -> Non
         assert generation._retry is not None
         generation._retry.cancel()
 
+    asyncio.run(run())
+
+
+def test_a_stream_is_done_after_an_error_in_its_last_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        model: Any = SimpleNamespace(
+            tokenizer=SimpleNamespace(stream=lambda *_, **__: None), served=SimpleNamespace(version="v1")
+        )
+        task = GenerationTask(
+            model=model, chat=True, prompts=[Prompt(0, [5], 3)], n=1, sampling=SamplingParams(max_tokens=3)
+        )
+        connection = SimpleNamespace(writable=True, release=lambda: None, abort=lambda: aborted.append(True))
+        context: Any = SimpleNamespace(
+            identity=Identity(tenant="t"),
+            request_id="r",
+            arrived_at=0.0,
+            model="m",
+            connection=connection,
+            elapsed_ms=lambda *_: 0.0,
+        )
+        state: Any = SimpleNamespace(active={}, to_core=settled.append, flush_soon=lambda _: None)
+        generation = Generation(state, context, task)
+        stream = EventStream(generation)
+        stream.open()
+        stream.progress(generation.samples[0])
+        generation._end()
+        monkeypatch.setattr(stream, "_build", lambda *_: 1 // 0)
+        stream.flush()
+        assert stream.done.is_set() and aborted
+        assert [settle.status for settle in settled] == [500]
+
+    aborted: list[bool] = []
+    settled: list[Settle] = []
     asyncio.run(run())
 
 
