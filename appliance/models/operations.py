@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.background import Background, in_own_thread
+from appliance.background import Background, in_own_thread, wait_until
 from appliance.channel.served_models import ServedModel
 from appliance.models.front_routes import FrontRoutes
 from appliance.models.load_errors import LoadError, MemoryShortageError, not_loaded, outcome
@@ -147,10 +147,7 @@ class ModelOperations:
             await asyncio.wait([introduction])
         if unit in self._routing.usable:
             if self._manager.accepts_early(unit):
-                if self._manager.is_parked(unit):
-                    await self._check_memory(unit, self.settings_of(record.folder, record.settings))
-                await self.bring_back(unit)  # waits for a load on demand that is in progress
-                await self._store_loaded(record, True)
+                await outcome(self._shared(self.loads, unit, lambda: self._reload(record)), unit)
                 return
             if not self._manager.failure(unit):
                 return
@@ -218,6 +215,13 @@ class ModelOperations:
         log.info("%s is loaded", unit)
         await self._fronts.routed()
 
+    async def _reload(self, record: VersionRecord) -> None:
+        """Load or wake a parked version. If it is already being loaded on demand, wait for that load."""
+        if self._manager.is_parked(record.unit):
+            await self._check_memory(record.unit, self.settings_of(record.folder, record.settings))
+        await self.bring_back(record.unit)
+        await self._store_loaded(record, True)
+
     async def _start(self, record: VersionRecord, settings: ModelSettings) -> None:
         """Start a version's replicas and wait until they and the fronts are ready. Raises LoadError if the
         version cannot be loaded."""
@@ -262,8 +266,7 @@ class ModelOperations:
             )
 
     async def _fronts_ready(self, unit: str) -> None:
-        """Wait until every front has read the version's tokenizer. Raises LoadError if a front fails to do
-        so."""
+        """Wait until every front has read the version's tokenizer. Raises LoadError if a front cannot."""
         in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
         if reason := self._fronts.problem_with(unit):
             raise LoadError(f"{unit} could not be loaded: {reason}")
@@ -384,13 +387,12 @@ class ModelOperations:
 
     async def _finish_requests(self, unit: str, grace_s: float) -> bool:
         """Wait up to `grace_s` seconds for the version's requests to finish. Return whether they have."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + grace_s
-        while self._fronts.prepares(unit) or not self._traffic.finished(unit):
-            if loop.time() >= deadline:
-                return False
-            await asyncio.sleep(_POLL_S)
-        return True
+
+        def finished() -> bool:
+            return not self._fronts.prepares(unit) and self._traffic.finished(unit)
+
+        await wait_until(finished, grace_s)
+        return finished()
 
     # ── sleep and wake ──
 
@@ -485,14 +487,13 @@ class ModelOperations:
         while not self._manager.loaded(unit):
             if reason := self._manager.load_failure(unit):
                 raise LoadError(f"{unit} could not be loaded: {reason}")
-            if unit not in self._manager.models:
+            if unit not in self._manager.models or self._manager.is_parked(unit):
                 raise LoadError(f"{unit} was unloaded while it was being loaded")
             await asyncio.sleep(_POLL_S)
 
     async def _store_loaded(self, record: VersionRecord, loaded: bool) -> None:
-        stored = self._registry.set_loaded(record.model, record.version, loaded)
         try:
-            await asyncio.wrap_future(stored)
+            await asyncio.wrap_future(self._registry.set_loaded(record.model, record.version, loaded))
         except Exception as error:
             # The version itself has been loaded or unloaded. Failing to store this affects only the next
             # start of the service.

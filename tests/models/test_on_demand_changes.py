@@ -156,3 +156,41 @@ def test_a_load_waits_until_a_load_on_demand_has_ended(tmp_path: Path) -> None:
         assert site.manager.loaded(unit)
 
     play(site, scenario)
+
+
+def test_a_load_fails_if_the_model_is_unloaded_in_the_meantime(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+    unit, operations = "chat@2", site.operations
+
+    async def scenario() -> None:
+        await operations.introduce(site.version(2))
+        site.manager.slow.add(unit)
+        load = asyncio.create_task(operations.load(site.version(2)))
+        await site.until(lambda: unit in site.manager.returning, "the load")
+        site.manager.park(unit)
+        with pytest.raises(LoadError, match="chat@2 was unloaded while it was being loaded"):
+            await load
+
+    play(site, scenario)
+
+
+def test_a_model_that_a_swap_loads_is_not_unloaded_for_another_one(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+    unit, manager = "chat@2", site.manager
+
+    async def scenario() -> None:
+        for number in (1, 2):
+            await site.operations.introduce(site.version(number))
+        manager.slow.add(unit)
+        load = asyncio.create_task(site.operations.load(site.version(2)))
+        await site.until(lambda: unit in manager.returning, "the load")
+        site.ask("chat@1")
+        end = site.now + 60.0
+        await site.until(lambda: site.now > end, "the minimum residence")
+        assert f"park {unit}" not in manager.history
+        manager.slow.clear()
+        await load
+        await site.loaded("chat@1")
+        assert manager.history == [f"load {unit}", f"park {unit}", "load chat@1"]
+
+    play(site, scenario)
