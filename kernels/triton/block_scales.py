@@ -13,6 +13,13 @@ import triton.language as tl
 from kernels.triton.fused import scales_stride
 
 
+def block_constants(block: tuple[int, int] | None) -> dict[str, int]:
+    """Return a GEMM kernel's constants for the rows and columns of the weight's blocks. They are 0 if the
+    weight has no blocks."""
+    rows, columns = block or (0, 0)
+    return {"GROUP_N": rows, "GROUP_K": columns}
+
+
 def scales_shape(shape: torch.Size, block: tuple[int, int] | None) -> torch.Size:
     """Return the shape of the scales of weights `[…, N, K]` with one scale per row, or one per block. Raises
     ValueError if the kernels do not support blocks of this size."""
@@ -55,8 +62,18 @@ def check_scales(
         )
 
 
+def check_step(block_k: int, block: tuple[int, int] | None) -> None:
+    """Raise ValueError if a step of `block_k` columns multiplies columns of several blocks, because a step
+    uses one scale per weight row."""
+    if block is not None and block[1] % block_k:
+        raise ValueError(
+            f"plan has block_k {block_k}; weights with one scale per block of {block[1]} columns need a "
+            "block_k that divides this number of columns"
+        )
+
+
 @triton.jit
-def block_scales(
+def scale_offsets(
     expert,
     weight_row,
     rows: tl.constexpr,

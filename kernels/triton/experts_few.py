@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from kernels.triton.block_scales import check_scales
+from kernels.triton.block_scales import block_constants, check_scales, check_step
 from kernels.triton.experts_few_kernels import _down_dot, _down_gemv, _up_dot, _up_gemv
 from kernels.triton.experts_plans import ExpertsPlan
 from kernels.triton.linear_rows import Workspace, check_results
@@ -79,8 +79,7 @@ def up(
         "EXPERTS": experts,
         "PARTIAL": first is not None,
         "SCALED": weight_scale is not None,
-        "GROUP_N": 0 if block is None else block[0],
-        "GROUP_K": 0 if block is None else block[1],
+        **block_constants(block),
         "PDL": pdl,
         "num_warps": plan.warps,
         "launch_pdl": pdl,
@@ -160,8 +159,7 @@ def down(
         "EXPERTS": experts,
         "PARTIAL": first is not None,
         "SCALED": weight_scale is not None,
-        "GROUP_N": 0 if block is None else block[0],
-        "GROUP_K": 0 if block is None else block[1],
+        **block_constants(block),
         "RESIDUAL": residual is not None,
         "PDL": pdl,
         "num_warps": plan.warps,
@@ -244,5 +242,9 @@ def _check(
             raise ValueError(f"{name} has strides {tensor.stride()}; make it contiguous")
     if block is not None and plan.form == "stream":
         raise ValueError("plan has form 'stream', which does not support weights with one scale per block")
+    if plan.form == "dot":
+        check_step(plan.block_k, block)
+        if len(chosen) > plan.rows:
+            raise ValueError(f"plan has rows {plan.rows}, but there are {len(chosen)} tokens")
     if weight_scale is not None:
         check_scales(x, x_scale, weight, weight_scale, block)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.block_scales import add_scaled, block_scales, load_scales
+from kernels.triton.block_scales import add_scaled, load_scales, scale_offsets
 from kernels.triton.fused import fp8_scale, scales_stride
 from kernels.triton.linear_rows import gated, weight_rows, widen
 
@@ -148,7 +148,9 @@ def _up_gemv(
         weights = weight + expert * (2 * COLUMNS * K) + weight_row[:, None] * K + k[None, :]
         xs = x + token.to(tl.int64) * K + k
         if GROUP_K:
-            of_rows = weight_scale + block_scales(expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K, False)
+            of_rows = weight_scale + scale_offsets(
+                expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K, False
+            )
             stride = scales_stride(tokens)
             vector = tl.arange(0, BLOCK_K // VECTOR) * VECTOR
         elif SCALED:
@@ -228,7 +230,7 @@ def _down_gemv(
         in_block = weight_row
         if GROUP_N % BLOCK_N == 0:  # all rows of the tile have the same scales
             in_block = tl.min(weight_row, axis=0) + tl.arange(0, 1)
-        of_rows = weight_scale + block_scales(
+        of_rows = weight_scale + scale_offsets(
             expert[None, :], in_block[:, None], COLUMNS, K, GROUP_N, GROUP_K, False
         )
     elif SCALED:
@@ -321,7 +323,7 @@ def _up_dot(
         of_rows = weight_scale
         of_tokens = x_scale
         if GROUP_K:
-            of_rows += block_scales(expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K, False)
+            of_rows += scale_offsets(expert, weight_row, 2 * COLUMNS, K, GROUP_N, GROUP_K, False)
             of_tokens += row
         elif SCALED:
             # Load the scales before computing the products, so that the loads overlap with the products.
@@ -389,7 +391,7 @@ def _down_dot(
         of_pairs = x_scale
         if GROUP_K:
             one: tl.constexpr = GROUP_N % BLOCK_N == 0
-            of_rows += block_scales(expert, weight_row, COLUMNS, K, GROUP_N, GROUP_K, one)
+            of_rows += scale_offsets(expert, weight_row, COLUMNS, K, GROUP_N, GROUP_K, one)
             of_pairs += pair
         elif SCALED:
             of_pair = tl.load(x_scale + pair, mask=takes, other=0.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.block_scales import add_scaled, block_scales, load_scales
+from kernels.triton.block_scales import add_scaled, load_scales, scale_offsets
 from kernels.triton.fused import scales_stride
 from kernels.triton.linear_rows import gated, swiglu, weight_rows
 
@@ -151,7 +151,7 @@ def _compute_tile(
     if GROUP_K:
         rows = weight_rows(tile, COLUMNS, BLOCK_N, UP)
         one: tl.constexpr = GROUP_N % BLOCK_N == 0 and not UP
-        of_rows = weight_scale + block_scales(expert.to(tl.int64), rows, N, K, GROUP_N, GROUP_K, one)
+        of_rows = weight_scale + scale_offsets(expert.to(tl.int64), rows, N, K, GROUP_N, GROUP_K, one)
         of_choices = x_scale + source
         stride = scales_stride(total // TOP_K)
         row_scale, choice_scale = load_scales(of_rows, of_choices, stride, 0, K, GROUP_K, live)
@@ -238,8 +238,8 @@ def _compute_halves(
     ws1 = weight + row1[:, None] * K + k[None, :]
     xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
     one: tl.constexpr = GROUP_N % HALF == 0 and (not UP or COLUMNS % GROUP_N == 0)
-    of_rows0 = weight_scale + block_scales(expert, row0, N, K, GROUP_N, GROUP_K, one)
-    of_rows1 = weight_scale + block_scales(expert, row1, N, K, GROUP_N, GROUP_K, one)
+    of_rows0 = weight_scale + scale_offsets(expert, row0, N, K, GROUP_N, GROUP_K, one)
+    of_rows1 = weight_scale + scale_offsets(expert, row1, N, K, GROUP_N, GROUP_K, one)
     of_choices = x_scale + source
     stride = scales_stride(total // TOP_K)
     scale0, scale1, choice_scale = tl.load(of_rows0), tl.load(of_rows1), tl.load(of_choices)

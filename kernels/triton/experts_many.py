@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.block_scales import check_scales
+from kernels.triton.block_scales import block_constants, check_scales, check_step
 from kernels.triton.experts_grouped import _grouped
 from kernels.triton.experts_plans import ExpertsPlan
 from kernels.triton.experts_route import Routed, block_tokens
@@ -244,6 +244,7 @@ def _launch(
         )
     if weight_scale is not None:
         check_scales(x, x_scale, weight, weight_scale, block)
+    check_step(plan.block_k, block)
     if not len(x):
         return
     _grouped[(plan.programs * multiprocessors,)](
@@ -265,8 +266,7 @@ def _launch(
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         SCALED=weight_scale is not None,
-        GROUP_N=0 if block is None else block[0],
-        GROUP_K=0 if block is None else block[1],
+        **block_constants(block),
         PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,

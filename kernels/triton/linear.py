@@ -41,7 +41,7 @@ import triton.language as tl
 
 from kernels import DeferredNorm
 from kernels.triton import fused
-from kernels.triton.block_scales import check_scales
+from kernels.triton.block_scales import check_scales, check_step
 from kernels.triton.linear_plans import ALIGNMENT, FusedOps, GemmPlan
 from kernels.triton.linear_rows import Workspace, allocate_workspace, launch_dot, launch_gemv
 from kernels.triton.linear_table import Table
@@ -243,11 +243,7 @@ def _launch(
     pdl: bool,
     block: tuple[int, int] | None = None,
 ) -> None:
-    if block is not None and (not plan.tiled or block[1] % plan.block_k):
-        raise ValueError(
-            f"plan has form {plan.form!r} and block_k {plan.block_k}; weights with one scale per block of "
-            f"{block[1]} columns need 'dot' or 'tiles', and a block_k that divides this number of columns"
-        )
+    _check_plan(plan, len(x), x.shape[1], block)
     if plan.form == "gemv":
         launch_gemv(plan, x, weight, weight_scale, extras, out, pdl)
     elif plan.form == "stream" and weight_scale is not None:
@@ -378,6 +374,26 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.T
                 f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
                 f"expected shape {tuple(wanted)} with contiguous rows"
             )
+
+
+def _check_plan(plan: GemmPlan, rows: int, k: int, block: tuple[int, int] | None) -> None:
+    """Raise ValueError if the plan does not compute all of the GEMM `[rows, k] × [n, k]ᵀ`, or if it does not
+    support weights with these blocks."""
+    if block is not None and not plan.tiled:
+        raise ValueError(
+            f"plan has form {plan.form!r}; weights with one scale per block need 'dot' or 'tiles'"
+        )
+    if plan.tiled:
+        check_step(plan.block_k, block)
+        if k % (plan.split * plan.block_k):
+            raise ValueError(
+                f"plan has split {plan.split} and block_k {plan.block_k}; their product must divide "
+                f"{k} columns"
+            )
+    # With split-K, several tiles of tokens would share their partial sums.
+    several = block is not None and plan.form == "dot" and plan.split == 1
+    if rows > plan.rows and not several:
+        raise ValueError(f"plan has rows {plan.rows} and split {plan.split}, but x has {rows} rows")
 
 
 def _check_shared(plan: GemmPlan | None, x: torch.Tensor, weight: torch.Tensor, extras: FusedOps) -> None:

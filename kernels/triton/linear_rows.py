@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.block_scales import add_scaled, block_scales, load_scales
+from kernels.triton.block_scales import add_scaled, block_constants, load_scales, scale_offsets
 from kernels.triton.fused import scales_stride
 from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOps, GemmPlan, fits_workspace
 
@@ -152,8 +152,7 @@ def launch_dot(
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
         GAIN=fused.deferred_norm is not None,
-        GROUP_N=0 if block is None else block[0],
-        GROUP_K=0 if block is None else block[1],
+        **block_constants(block),
         PDL=pdl,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -334,7 +333,7 @@ def _dot(
         squared = tl.load(x_squares + which[:, None] * rows + row[None, :], mask=there, other=0.0)
     if GROUP_K:
         one: tl.constexpr = GROUP_N % BLOCK_N == 0 and not SILU
-        of_rows = weight_scale + block_scales(0, weight_row, 0, K, GROUP_N, GROUP_K, one)
+        of_rows = weight_scale + scale_offsets(0, weight_row, 0, K, GROUP_N, GROUP_K, one)
         of_tokens = x_scale + row
         begin = split * depth
         row_scale, token_scale = load_scales(of_rows, of_tokens, stride, begin, K, GROUP_K, live)

@@ -28,6 +28,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.triton.block_scales import block_constants
 from kernels.triton.fused import scales_stride
 from kernels.triton.linear_plans import FusedOps, GemmPlan
 from kernels.triton.linear_rows import Workspace, check_workspace
@@ -87,8 +88,7 @@ def launch_tiles(
         BIAS=fused.bias is not None,
         RESIDUAL=fused.residual is not None,
         GAIN=fused.deferred_norm is not None,
-        GROUP_N=0 if block is None else block[0],
-        GROUP_K=0 if block is None else block[1],
+        **block_constants(block),
         PDL=pdl,
         WARPS=plan.warps,
         num_warps=plan.warps,

@@ -24,8 +24,8 @@ BLOCKS = [
     Defect(
         "blocks: the weight's blocks have twice as many rows",
         "linear_rows.py",
-        "block_scales(0, weight_row, 0, K, GROUP_N, GROUP_K, one)",
-        "block_scales(0, weight_row, 0, K, 2 * GROUP_N, GROUP_K, one)",
+        "scale_offsets(0, weight_row, 0, K, GROUP_N, GROUP_K, one)",
+        "scale_offsets(0, weight_row, 0, K, 2 * GROUP_N, GROUP_K, one)",
         _LINEAR,
     ),
     Defect(

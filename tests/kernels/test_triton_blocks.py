@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 
 from kernels import Activation, Experts, Fp8Activation, Fp8Weight, Residual, reference
+from kernels.triton import experts as moe
 from kernels.triton import experts_plans, fused, linear_plans
+from kernels.triton.experts_plans import ExpertsPlan, LayerPlans
 from tests.kernels.closeness import error
 from tests.kernels.linear_cases import DEVICE, EPS, POISON, CudaOps, linear, on_gpu, on_hopper, random_tensor
 from tests.kernels.test_compiling import compiled
@@ -207,20 +211,33 @@ def test_inputs_that_are_already_quantised_are_multiplied_by_blocks() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"plan": linear_plans.GemmPlan("gemv", 1, 8, 64, warps=4)}, "'gemv' .* need 'dot' or 'tiles'"),
+        ({"plan": linear_plans.GemmPlan("gemv", 1, 8, 64, warps=4)}, "'gemv'; .* need 'dot' or 'tiles'"),
         ({"plan": linear_plans.GemmPlan("dot", 16, 32, 128, warps=4)}, "block_k 128; .* block of 64 columns"),
+        ({"plan": linear_plans.GemmPlan("dot", 16, 32, 64, 4, split=2)}, "block_k 64; .* divide 192 columns"),
         ({"block": (64, 48)}, r"block is \(64, 48\); expected .* a power of two of at least 32 columns"),
         ({"block": (64, 128)}, r"weight_scale is .* \(2, 3\); expected float32 \(2, 2\)"),
         ({"x_scale": torch.ones(1, 2)}, r"x_scale is \(1, 2\) with strides \(2, 1\); expected \(1, 3\)"),
         ({"x_scale": torch.ones(1, 3)}, r"with strides \(3, 1\); expected \(1, 3\) with strides \(1, 4\)"),
     ],
-    ids=["plan's form", "plan's step", "block", "weight's scales", "groups", "strides"],
+    ids=["plan's form", "plan's step", "plan's split", "block", "weight's scales", "groups", "strides"],
 )
 def test_unsupported_blocks_and_scales_are_refused(changes: dict, message: str) -> None:
     weight = blocks(96, 192, seed=1, block=(64, 64), values=torch.float32)
     x = random_tensor(1, 192, seed=2, dtype=torch.float32)
     with pytest.raises(ValueError, match=message):
         linear.linear_fp8(x, weight.values, weight.scales, **{"block": weight.block, "pdl": False, **changes})
+
+
+@pytest.mark.parametrize("form", ["dot", "tiles"])
+def test_a_plan_for_fewer_rows_is_refused_unless_it_computes_several_tiles(
+    form: Literal["dot", "tiles"],
+) -> None:
+    """With split-K, several tiles of `dot` would share their partial sums, and give wrong results."""
+    weight = blocks(96, 128, seed=1, block=(32, 64), values=torch.float32)
+    x = random_tensor(17, 128, seed=2, dtype=torch.float32)
+    plan = linear_plans.GemmPlan(form, 16, 64, 64, warps=4, split=2 if form == "dot" else 1)
+    with pytest.raises(ValueError, match=r"plan has rows 16 and split \d, but x has 17 rows"):
+        linear.linear_fp8(x, weight.values, weight.scales, block=weight.block, plan=plan, pdl=False)
 
 
 def test_dense_blocks_need_a_multiple_of_64_inputs() -> None:
@@ -272,6 +289,23 @@ def three_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", LAYERS, ids=str)
 def test_tokens_get_the_sum_of_experts_with_blocks(tokens: int, shape: tuple) -> None:
     check_experts(tokens, shape, torch.float32, torch.float32, pdl=False)
+
+
+@pytest.mark.usefixtures("three_multiprocessors")
+@pytest.mark.parametrize("form", ["dot", "grouped"])
+@pytest.mark.parametrize("gemm", ["up", "down"])
+def test_an_experts_plan_whose_steps_are_wider_than_a_block_is_refused(
+    form: Literal["dot", "grouped"], gemm: str
+) -> None:
+    experts, _ = layer((8, 3, 256, 64, (64, 128), (128, 32)), torch.float32, torch.float32)
+    plans = LayerPlans(ExpertsPlan(form, 16, 64, 128, warps=4), ExpertsPlan(form, 16, 64, 32, warps=4))
+    group = {"up": 128, "down": 32}[gemm]
+    plans = replace(plans, **{gemm: replace(getattr(plans, gemm), block_k=2 * group)})
+    x = random_tensor(5, 256, seed=9, dtype=torch.float32)
+    options = {"workspace": linear.allocate_workspace(DEVICE), "pdl": False}
+    with pytest.raises(ValueError, match=f"block_k {2 * group}; .* block of {group} columns need"):
+        activation = moe.activate(x, x[0], EPS, experts, plans=plans, **options)
+        moe.weighted_sum(activation, experts, **options)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
