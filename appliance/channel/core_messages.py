@@ -11,8 +11,6 @@ from appliance.channel.identity import Identity
 from appliance.channel.served_models import Route, ServedModel
 from appliance.protocol import LogLevel
 
-SocketKind = Literal["unix", "tcp"]
-
 RefusalCode = Literal[
     "deadline_unreachable",
     "draining",
@@ -83,14 +81,12 @@ class AttachReplica(msgspec.Struct, tag="attach_replica", frozen=True):
     """Gives a front process a channel to a replica. The message carries one file descriptor."""
 
     replica: str
-    model: str
 
 
 class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     """Gives a front process a client connection that the core has accepted. The message carries one file
     descriptor."""
 
-    kind: SocketKind
     peer: str
     """Address of a TCP peer. Empty for a Unix socket, whose peer the front process identifies with
     SO_PEERCRED."""

@@ -7,7 +7,6 @@ from typing import Literal, NewType
 
 import msgspec
 
-from appliance.channel.core_messages import SocketKind
 from appliance.channel.front_stats import FrontStats
 from appliance.channel.identity import Identity
 from engine.messages import FinishReason
@@ -112,9 +111,8 @@ class HandOver(msgspec.Struct, tag="hand_over", frozen=True):
     two file descriptors: the connection, and a memfd with the request read from it."""
 
     scope: bytes
-    kind: SocketKind
-    """`kind` and `peer` have the same meaning as in `ClientConnection`."""
     peer: str
+    """As in `ClientConnection`."""
 
 
 class Taken(msgspec.Struct, tag="taken", frozen=True):

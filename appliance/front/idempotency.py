@@ -96,5 +96,5 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
     lines += [b"content-length: %d" % len(body), b"", b""]
     data = b"".join([b"\r\n".join(lines), body, further])
     with open(new_memory("request", data), "rb") as memory:
-        state.hand_over(HandOver(key_scope, peer.kind, peer.address), (descriptor, memory.fileno()))
+        state.hand_over(HandOver(key_scope, peer.address), (descriptor, memory.fileno()))
     connection.abort()

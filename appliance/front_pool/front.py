@@ -194,12 +194,12 @@ class Front:
         self.max_connections = configure.limits.max_connections
         self.send(configure)
 
-    def attach(self, replica: str, model: str, descriptor: int) -> None:
+    def attach(self, replica: str, descriptor: int) -> None:
         """Send a replica channel's descriptor to the front process and close this process's copy. Raises
         OSError if too many files are open."""
         try:
             if self._child is not None:
-                self._child.channel.send(AttachReplica(replica, model), (descriptor,))
+                self._child.channel.send(AttachReplica(replica), (descriptor,))
         finally:
             os.close(descriptor)
 
@@ -285,7 +285,7 @@ class Front:
                 self._events.front_returns(self, untaken)
         elif isinstance(message, HandOver):
             if descriptors := self._descriptors(2):
-                connection = ClientConnection(message.kind, message.peer, has_request=True)
+                connection = ClientConnection(message.peer, has_request=True)
                 self._events.front_hands_over(self, message.scope, Untaken(connection, descriptors))
         elif isinstance(message, Keep):
             for descriptor in self._descriptors(1):

@@ -118,7 +118,7 @@ class Listener:
                 self._pause_accepting(error)
                 return
             self.accepted += 1
-            message = ClientConnection("unix", "") if self._is_unix else _tcp_connection(peer)
+            message = ClientConnection("" if self._is_unix else format_address(peer))
             self._balancer.assign(Untaken(message, [connection.detach()]))
 
     def _pause_accepting(self, shortage: OSError) -> None:
@@ -130,10 +130,6 @@ class Listener:
     def _resume(self) -> None:
         self._pause = None
         self.update()
-
-
-def _tcp_connection(peer: tuple[object, ...]) -> ClientConnection:
-    return ClientConnection("tcp", format_address(peer))
 
 
 class Listeners:

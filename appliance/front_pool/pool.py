@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -69,13 +69,6 @@ class FrontRequests(Protocol):
     def shadow_done(self, done: ShadowDone) -> None: ...
 
 
-class _Endpoint(NamedTuple):
-    """A ready replica, to which channels can be opened."""
-
-    model: str
-    open_channel: Callable[[str], int]
-
-
 class FrontPool:
     """All front processes. All methods must be called on the event loop thread."""
 
@@ -118,7 +111,8 @@ class FrontPool:
         self._claims = Claims()
         self._by_name: dict[str, Front] = {}
         """Fronts with a running process, keyed by process name."""
-        self._replicas: dict[str, _Endpoint] = {}
+        self._replicas: dict[str, Callable[[str], int]] = {}
+        """For each ready replica, the function that opens a channel to it."""
         self._numbers = itertools.count()
         self._leaving: set[Front] = set()
         self._sent_identities: Identities | None = None
@@ -272,13 +266,13 @@ class FrontPool:
 
     # ── channels to replicas ──
 
-    def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
+    def connect_replica(self, name: str, open_channel: Callable[[str], int]) -> None:
         """Connect every front, including fronts that start later, to a replica that has become ready.
         `open_channel` returns the descriptor of a new channel for the named front. Raises OSError if too many
         files are open."""
         for front in self._by_name.values():
-            front.attach(name, model, open_channel(front.name))
-        self._replicas[name] = _Endpoint(model, open_channel)
+            front.attach(name, open_channel(front.name))
+        self._replicas[name] = open_channel
 
     def disconnect_replica(self, name: str) -> None:
         """Stop opening channels to an exited replica."""
@@ -298,8 +292,8 @@ class FrontPool:
         self._requests.add_front(front.name)
         self._configure(front)
         front.send(self._sent_identities or self._identities.current())
-        for name, replica in self._replicas.items():
-            front.attach(name, replica.model, replica.open_channel(front.name))
+        for name, open_channel in self._replicas.items():
+            front.attach(name, open_channel(front.name))
 
     def front_available(self, front: Front) -> None:
         self.balancer.assign()

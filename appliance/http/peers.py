@@ -6,9 +6,8 @@ import contextlib
 import ipaddress
 import socket
 import struct
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from appliance.channel.core_messages import SocketKind
 from appliance.ownership import UCRED
 
 _SO_PEERGROUPS = 59
@@ -22,7 +21,7 @@ class Peer(NamedTuple):
     """A client's identity, as determined when it connected. For TCP, `uid` is -1; for a Unix socket,
     `address` is empty."""
 
-    kind: SocketKind
+    kind: Literal["unix", "tcp"]
     uid: int
     address: str
     gids: tuple[int, ...] = ()

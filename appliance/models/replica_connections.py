@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class FrontChannels(Protocol):
     """Connects fronts with replicas."""
 
-    def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
+    def connect_replica(self, name: str, open_channel: Callable[[str], int]) -> None:
         """Open a channel between a ready replica and every front, including fronts that start later.
         `open_channel` returns a file descriptor: the replica's end of a channel to the named front. Raises
         OSError if a channel cannot be created."""
@@ -75,7 +75,7 @@ class ReplicaConnections:
         self.learn(replica)
         self._requests.recover_model(replica.model)
         try:
-            self._channels.connect_replica(replica.name, replica.model, group.attach_front)
+            self._channels.connect_replica(replica.name, group.attach_front)
         except OSError as error:
             replica.kill(f"its channels to the fronts could not be created: {error}")
             return

@@ -300,7 +300,7 @@ class Harness:
             replica = FakeReplica(name, ours, self.script, self.step_s)
             self.replicas.pop(name, None)
             self.replicas[name] = replica
-            self.channel.send(AttachReplica(name, MODEL), (theirs.fileno(),))
+            self.channel.send(AttachReplica(name), (theirs.fileno(),))
             theirs.close()
             return replica
 
@@ -312,7 +312,7 @@ class Harness:
 
         def give() -> HandOver:
             moved, *descriptors = self.moved.pop(0)
-            self.channel.send(ClientConnection(moved.kind, moved.peer, has_request=True), tuple(descriptors))
+            self.channel.send(ClientConnection(moved.peer, has_request=True), tuple(descriptors))
             for descriptor in descriptors:
                 os.close(descriptor)
             return moved
@@ -366,9 +366,8 @@ class Harness:
         with contextlib.suppress(BlockingIOError):
             while True:
                 sock, address = listener.accept()
-                unix = listener.family == socket.AF_UNIX
-                peer = "" if unix else f"{address[0]}:{address[1]}"
-                self.channel.send(ClientConnection("unix" if unix else "tcp", peer), (sock.fileno(),))
+                peer = "" if listener.family == socket.AF_UNIX else f"{address[0]}:{address[1]}"
+                self.channel.send(ClientConnection(peer), (sock.fileno(),))
                 sock.close()
 
     def _take(self, message: FrontToCore) -> None:

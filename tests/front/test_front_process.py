@@ -198,7 +198,7 @@ def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(own_front:
 
             def give(number: int) -> None:
                 sent = (theirs.fileno(), memory.fileno())[: 1 + has_request]  # noqa: B023
-                front.channel.send(ClientConnection("unix", "", has_request, number), sent)  # noqa: B023
+                front.channel.send(ClientConnection("", has_request, number), sent)  # noqa: B023
 
             front.call(lambda: give(7))
             front.wait_for(lambda: len(front.not_taken) == 1 + has_request)  # noqa: B023

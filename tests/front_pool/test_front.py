@@ -217,7 +217,7 @@ class Full(Front):
 
 def connection() -> Untaken:
     """Return a connection with a descriptor."""
-    return Untaken(ClientConnection("unix", ""), [socket.socket().detach()])
+    return Untaken(ClientConnection(""), [socket.socket().detach()])
 
 
 def note(location: str, problem: str) -> None:
