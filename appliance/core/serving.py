@@ -28,7 +28,8 @@ from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
 from appliance.models.replica import Launch
-from appliance.models.routing import Routing, version_key
+from appliance.models.routing import Routing
+from appliance.models.unit_names import version_key
 from appliance.models.version_swaps import VersionSwaps
 from appliance.settings import Settings
 from appliance.traffic.request_manager import RequestManager
