@@ -1,5 +1,4 @@
-"""Configures all tests. Without a GPU, Triton kernels run in the interpreter. The interpreter can verify
-indexing and masking in float32 and float16. Only a GPU can verify the numerics of bfloat16 and FP8."""
+"""Configures all tests. Does not import torch, because most tests do not need it."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
@@ -26,13 +24,6 @@ for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-
-if not torch.cuda.is_available():
-    # Set this variable before any test module is imported, because Triton reads it only once, on import.
-    os.environ["TRITON_INTERPRET"] = "1"
-    from tests import quick_interpreter
-
-    quick_interpreter.install()
 
 
 @pytest.fixture
