@@ -21,7 +21,6 @@ from console.timeline import WINDOW_POINTS, PastState
 if TYPE_CHECKING:
     from console.app import ConsoleApp
 
-COMMANDS = ("time", "compare", "incident", "live", "mark", "pause")
 _NO_LIVE = "this console is replaying a file: there is no live service to return to"
 _AROUND_S = 300.0
 _MIN_SPAN_S = 60.0

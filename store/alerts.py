@@ -87,16 +87,6 @@ class AlertReader:
         """Return the alerts that have not ended, oldest first."""
         return self._alerts("WHERE ended_at IS NULL ORDER BY raised_at", ())
 
-    def newest(self, limit: int) -> list[AlertRow]:
-        """Return the newest `limit` alerts, oldest first."""
-        return self._alerts("ORDER BY raised_at DESC LIMIT ?", (limit,))[::-1]
-
-    def lasting(self, at: float) -> list[AlertRow]:
-        """Return the alerts that were active at the given time (unix seconds), oldest first."""
-        return self._alerts(
-            "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) ORDER BY raised_at", (at, at)
-        )
-
     def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
         """Return up to `limit` alerts that were active at the given time (unix seconds) or had ended at most
         `ended_s` seconds earlier, newest first. Suppressed alerts are omitted."""

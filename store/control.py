@@ -174,13 +174,6 @@ class ControlStore:
         already described by an action's audit rows."""
         return self._writer.call(apply, after_commit, within_s=WITHIN_S)
 
-    def record(
-        self, *, actor: Actor | str, action: str, params: Mapping[str, object], result: str
-    ) -> Future[None]:
-        """Audit an action that was refused, or one that changes nothing in this database. `result` is `ok` or
-        the reason for the refusal."""
-        return self.trail.conclude(actor, action, params, result)
-
     # ── tenants ──
 
     def create_tenant(

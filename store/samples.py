@@ -8,7 +8,6 @@ number of a list entry.
 from __future__ import annotations
 
 import math
-import struct
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -193,25 +192,6 @@ def unpack(packed: bytes, rows: int) -> list[array[float]]:
     numbers.frombytes(bytes(raw))
     length = count // rows
     return [numbers[row * length : (row + 1) * length] for row in range(rows)]
-
-
-def unpack_metric(packed: bytes, rows: int, position: int, length: int) -> list[float]:
-    """Unpack one number of each row packed by `pack`, without unpacking the others. `length` is the
-    length of a row. Raises ValueError if the bytes are damaged or a row has another length."""
-    shuffled = _decompressed(packed, rows)
-    count = len(shuffled) // _DOUBLE_BYTES
-    check_length(count // rows, length)
-    found: list[float] = []
-    for row in range(rows):
-        (number,) = struct.unpack("=d", shuffled[row * length + position :: count])
-        found.append(number)
-    return found
-
-
-def check_length(numbers: int, length: int) -> None:
-    """Raise ValueError if a row does not have the length that its layout prescribes."""
-    if numbers != length:
-        raise ValueError(f"a telemetry sample has {numbers} numbers, but its layout has {length}")
 
 
 def _decompressed(packed: bytes, rows: int) -> bytes:

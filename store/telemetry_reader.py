@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from store.database import reading
 from store.errors import StoreError
-from store.samples import TelemetryLayout, TelemetrySample, check_length, unpack, unpack_metric
+from store.samples import TelemetryLayout, TelemetrySample, unpack
 from store.schemas import HISTORY
 from store.telemetry import DETAILS, RESOLUTIONS, Resolution, unpack_interval
 
@@ -37,15 +37,6 @@ class RecordedSample(NamedTuple):
     low: array[float]
     """The minimum of each metric in the interval."""
     high: array[float]
-
-
-class SeriesPoint(NamedTuple):
-    """A metric's value for one second, or for an interval that starts at `at`."""
-
-    at: float
-    mean: float
-    low: float
-    high: float
 
 
 class MetricColumns(NamedTuple):
@@ -117,25 +108,6 @@ class TelemetryReader:
                 if row is not None:
                     return self._recorded(connection, resolution, row)
         return None
-
-    def series(self, metric: str, since: float, until: float, limit: int = 4000) -> list[SeriesPoint]:
-        """Return a metric's values between two times, oldest first, at the finest resolution that covers the
-        time span with at most `limit` points. Times without a value are omitted.
-
-        A coarse table does not contain its newest interval until that interval is complete, so the end of the
-        series comes from a finer table.
-        """
-        points: list[SeriesPoint] = []
-        with self._reading() as connection:
-            begin, end = round(since * 1000), round(until * 1000)
-            first = _choose(connection, begin, end, limit)
-            for number in range(first, -1, -1):
-                resolution = RESOLUTIONS[number]
-                for row in _rows(connection, resolution, begin, end):
-                    begin = row[0] + resolution.milliseconds
-                    if (point := self._point(connection, resolution, row, metric)) is not None:
-                        points.append(point)
-        return points
 
     def samples(self, since: float, until: float, resolution: Resolution) -> Iterator[RecordedSample]:
         """Yield all samples of one resolution between two times, oldest first."""
@@ -260,25 +232,13 @@ class TelemetryReader:
         sample = TelemetrySample(at / 1000, layout, rows[0])
         return RecordedSample(sample, resolution.seconds, rows[-2 % len(rows)], rows[-1])
 
-    def _point(
-        self, connection: sqlite3.Connection, resolution: Resolution, row: tuple[int, int, bytes], metric: str
-    ) -> SeriesPoint | None:
-        at, layout_id, packed = row
-        layout = self._layout(connection, layout_id)
-        position = layout.metrics.get(metric)
-        if position is None:
-            return None
-        with self._damage_reported():
-            mean, *distances = unpack_metric(packed, resolution.rows, position, layout.length)
-        if math.isnan(mean):
-            return None
-        below, above = distances or (0.0, 0.0)
-        return SeriesPoint(at / 1000, mean, mean - below, mean + above)
-
     def _unpack(self, packed: bytes, resolution: Resolution, layout: TelemetryLayout) -> list[array[float]]:
         with self._damage_reported():
             rows = unpack(packed, 1) if resolution.rows == 1 else unpack_interval(packed)
-            check_length(len(rows[0]), layout.length)
+            if len(rows[0]) != layout.length:
+                raise ValueError(
+                    f"a telemetry sample has {len(rows[0])} numbers, but its layout has {layout.length}"
+                )
         return rows
 
     @contextmanager

@@ -331,7 +331,7 @@ def test_an_action_whose_time_was_tampered_with_is_exported_and_does_not_hide_th
     shutil.copy(history, tmp_path)
     control = ControlStore(tmp_path / "control.db")
     control.start()
-    control.record(actor="uid:0", action="drain", params={}, result="ok").result(60)
+    control.trail.conclude("uid:0", "drain", {}, "ok").result(60)
     control.close()
     at = datetime.fromtimestamp(FIXED_TIME + 10, UTC).isoformat()
     forge(tmp_path, f"UPDATE audit SET at = '{at}?'")

@@ -35,7 +35,6 @@ from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
 from console.simulated import SimDrain
-from console.travel import COMMANDS
 from tests.console.frames import SIZES, session, source
 from tests.snapshots import empty_snapshot
 
@@ -214,7 +213,7 @@ def test_every_command_of_the_key_table_is_known() -> None:
         "actions",
         "act",
         "verify",
-        *COMMANDS,
+        *("time", "compare", "incident", "live"),
     }
     shown = session(steps=1)
     for key in KEYS:

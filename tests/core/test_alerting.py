@@ -111,7 +111,7 @@ def test_a_killed_replica_raises_one_alert_until_it_is_ready_again(
     actions = [row.action for row in service.audit()]
     assert actions.count("alerts.ack") >= 2
     assert service.stop() == 0
-    [row] = AlertReader(service.state_dir / "history.db").newest(10)
+    [row] = AlertReader(service.state_dir / "history.db").between(0.0, time.time(), 10)
     assert row.id == alert.id and row.ended_at is not None and row.acknowledged_by.startswith("uid:")
 
 

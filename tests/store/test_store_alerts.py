@@ -37,16 +37,16 @@ def test_an_alert_is_read_back_in_its_latest_state(history, log, reader):
     ended = alert(value=90.5, ended_at=9.0, acknowledged_by="uid:0", acknowledged_at=5.0)
     log.save(ended)
     history.writer.flush()
-    assert reader.newest(10) == [ended] and reader.open() == []
+    assert reader.between(0.0, 10.0, 10) == [ended] and reader.open() == []
 
 
 def test_alerts_of_a_past_time_are_found(history, log, reader):
     log.save(alert(1, ended_at=5.0))
     log.save(alert(3))
     history.writer.flush()
-    assert [one.id for one in reader.lasting(4.0)] == ["a1", "a3"]
-    assert [one.id for one in reader.lasting(2.0)] == ["a1"]
-    assert [one.id for one in reader.lasting(6.0)] == ["a3"]
+    assert [one.id for one in reader.between(4.0, 4.0, 10)] == ["a3", "a1"]
+    assert [one.id for one in reader.between(2.0, 2.0, 10)] == ["a1"]
+    assert [one.id for one in reader.between(6.0, 6.0, 10)] == ["a3"]
 
 
 def test_silences_end_and_are_removed(history, log, reader):
@@ -67,4 +67,4 @@ def test_only_the_newest_ended_alerts_are_kept(history, log, reader, monkeypatch
         log.save(alert(number, ended_at=None if number == 0 else 100.0))
     history.writer.flush()
     history.writer.call(lambda connection: alerts.remove_alerts(connection, 0.0)).result(60)
-    assert [one.id for one in reader.newest(20)] == ["a0", "a4", "a5", "a6", "a7", "a8"]
+    assert [one.id for one in reader.between(0.0, 9.0, 20)] == ["a8", "a7", "a6", "a5", "a4", "a0"]

@@ -98,7 +98,7 @@ def test_keys_survive_a_restart(tmp_path, control):
 def test_each_change_is_in_the_audit_chain_without_the_secret(control):
     created = create(control)
     control.revoke_key(actor="uid:1000", key_id=created.record.id).result(60)
-    control.record(actor="uid:5", action="keys.create", params={"name": "x"}, result="refused").result(60)
+    control.trail.conclude("uid:5", "keys.create", {"name": "x"}, "refused").result(60)
     rows = read_audit(control.path)
     assert [(row.seq, row.actor, row.action, row.result) for row in rows] == [
         (1, "uid:0", "keys.create", "ok"),

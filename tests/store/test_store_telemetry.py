@@ -153,26 +153,23 @@ def test_intervals_that_are_not_complete_are_written_when_the_service_stops(hist
     assert len(list(reader.samples(START, START + 60, RESOLUTIONS[2]))) == 1
 
 
-def test_a_series_ends_with_finer_points_where_the_coarse_interval_is_not_complete(
-    history, telemetry, reader
-):
+def running(reader: TelemetryReader, seconds: int, points: int) -> list[float]:
+    """Return the times of the values of `queue.running`, in seconds since the start."""
+    found = reader.columns(
+        lambda name: name == "queue.running", START, START + seconds, points=points, values=1000
+    )
+    return [at - START for at in found.at]
+
+
+def test_the_finest_resolution_with_few_enough_points_is_chosen(history, telemetry, reader):
     record(telemetry, START, 137)
     history.writer.flush()
-    fine = reader.series("queue.running", START, START + 200)
-    assert [point.mean for point in fine] == list(range(137))
-    coarse = reader.series("queue.running", START, START + 200, limit=100)
-    assert [point.at - START for point in coarse] == [*range(0, 130, 10), *range(130, 137)]
-    assert coarse[2] == (START + 20, 24.5, 20.0, 29.0)
-    assert [point.at - START for point in reader.series("queue.running", START, START + 200, limit=10)] == [
-        0,
-        60,
-        120,
-        *range(130, 137),
-    ]
-    assert reader.series("no.metric", START, START + 200) == []
+    assert running(reader, 200, 200) == list(range(137))
+    assert running(reader, 200, 100) == list(range(0, 130, 10))
+    assert running(reader, 200, 10) == [0, 60]
 
 
-def test_a_series_over_an_hour_uses_the_minutes_when_the_seconds_are_removed(history, telemetry, reader):
+def test_the_minutes_are_used_when_the_seconds_are_removed(history, telemetry, reader):
     record(telemetry, START, 180)
     history.writer.flush()
     remove = partial(
@@ -183,7 +180,7 @@ def test_a_series_over_an_hour_uses_the_minutes_when_the_seconds_are_removed(his
     assert reader.snapshot(START + 30).resolution_s == 60
     assert reader.snapshot(START + 100).resolution_s == 10
     assert reader.snapshot(START + 160).resolution_s == 1
-    assert reader.series("queue.running", START, START + 180)[0].at == START
+    assert running(reader, 180, 200) == [0, 60]
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=False), min_size=1, max_size=20))
@@ -383,7 +380,6 @@ def test_a_damaged_layout_is_reported_with_its_file(history, telemetry, reader, 
     history.writer.call(lambda connection: connection.execute(sql)).result(60)
     for read in (
         lambda: reader.snapshot(START),
-        lambda: reader.series("a", START, START + 1),
         lambda: reader.columns(lambda name: True, START, START + 1, points=10, values=10),
     ):
         with pytest.raises(StoreError, match=rf"history\.db: .*{reason}.*restore the file from a backup"):

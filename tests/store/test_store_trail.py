@@ -70,7 +70,7 @@ def test_a_view_shows_one_line_per_action(control):
     actor = announced(control, "tenants.create", name="acme")
     control.create_tenant(actor=actor, name="acme", changes={}).result(60)
     announced(control, "requests.cancel", request_id="r")
-    control.record(actor="uid:7", action="keys.create", params={}, result="refused").result(60)
+    control.trail.conclude("uid:7", "keys.create", {}, "refused").result(60)
     with closing(sqlite3.connect(f"file:{control.path}?mode=ro", uri=True)) as connection:
         lines = connection.execute("SELECT actor, action, result, result_seq FROM audit_actions ORDER BY seq")
         assert lines.fetchall() == [
