@@ -83,7 +83,11 @@ class History:
 
     def add(self, snapshot: Snapshot) -> None:
         """Add a snapshot's values. If several snapshots fall within a second, only the newest is kept. A
-        snapshot whose time has already been added is ignored."""
+        snapshot whose time has already been added is ignored. If the service's clock was set back, the
+        history begins again."""
+        if self.points and snapshot.at <= self.points[-1].at - _MAX_STEPS * self.step_s:
+            self.points.clear()
+            self.batches.clear()
         if self.points and snapshot.at <= self.points[-1].at:
             return
         if self.points and int(self.points[-1].at) == int(snapshot.at):

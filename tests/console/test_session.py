@@ -70,6 +70,14 @@ def test_a_restarted_service_is_marked() -> None:
     assert "RESTARTED" in header(shown)
 
 
+def test_charts_continue_after_the_services_clock_was_set_back() -> None:
+    shown = session(steps=5)
+    later = shown.source.step()  # type: ignore[attr-defined]
+    later.at -= 3600.0
+    shown.accept(later)
+    assert [point.at for point in shown.context.history.points] == [later.at]
+
+
 def test_a_paused_console_shows_the_same_values_until_it_continues() -> None:
     shown = session(steps=3)
     frozen, before = copy.deepcopy(shown.context.snapshot), copy.deepcopy(shown.context.snapshot)

@@ -116,6 +116,23 @@ def test_a_rule_that_is_changed_ends_its_alerts(above: float, events: list[tuple
     assert len(lasting) == len(events) - 2
 
 
+def test_a_clock_that_is_set_back_delays_alerts_by_no_more_than_their_times() -> None:
+    """A pending alert, an alert that is about to end, and a rate must not wait until the clock has reached
+    its former time again."""
+    filling = AlertRule(name="filling", metric="kv[*].blocks_used", measure="rate", window_s=60.0, above=0.5)
+
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["gpus"][0]["temperature_c"] = 90.0 if 18 <= second < 40 else 60.0
+        tree["kv"][0]["blocks_used"] = 200 + max(0, second - 40)
+
+    evaluator, events = Evaluator([HOT, filling]), []
+    for second, sample in enumerate(history(120, change)):
+        set_back_s = 3600.0 * ((second >= 20) + (second >= 42))
+        one = msgspec.structs.replace(sample, at=sample.at - set_back_s)
+        events += [(second, found.event, found.alert.rule) for found in evaluator.step(one)]
+    assert events == [(25, "raised", "hot"), (52, "ended", "hot"), (72, "raised", "filling")]
+
+
 def test_a_trend_predicts_when_the_kv_cache_is_full() -> None:
     def change(second: int, tree: dict[str, Any]) -> None:
         tree["kv"][0]["blocks_used"] = min(1000, 400 + second)

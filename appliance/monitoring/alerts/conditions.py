@@ -58,6 +58,12 @@ class Condition:
         self.phase, self.raised_at, self.clear_since = "firing", at, None
         return True
 
+    def restart(self) -> None:
+        """Forget the times and values of earlier samples, because the clock was set back."""
+        self.window = self.clear_since = None
+        if self.phase == "pending":
+            self.phase = "ok"
+
     def miss(self, at: float) -> bool | None:
         """Update the condition with a sample that lacks the metric. A missing metric ends an alert just as a
         normal value does. Return False if the alert ends, and None otherwise."""

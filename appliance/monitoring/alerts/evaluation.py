@@ -4,6 +4,7 @@ both the running service and the recorded history."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -22,6 +23,9 @@ SETTLE_S = 60.0
 """How long after its end an alert can still be the cause of other alerts, in seconds."""
 GROUP_S = 30.0
 """If a rule raises several alerts within this many seconds, the later ones are grouped under the first."""
+_SET_BACK_S = 5.0
+"""A sample that is at least this many seconds older than the previous one shows that the clock was set
+back."""
 
 
 class Raised(AlertRow, kw_only=True):
@@ -45,11 +49,13 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class Evaluator:
-    """Evaluates all alert rules and keeps their state. Samples must be passed to `step` in chronological
-    order."""
+    """Evaluates all alert rules and keeps their state. Samples must be passed to `step` in the order in which
+    they were taken."""
 
     def __init__(self, rules: Sequence[AlertRule]) -> None:
         self._causes = CauseFinder()
+        self._at = -math.inf
+        """Time of the latest sample."""
         self._layout: TelemetryLayout | None = None
         self._selected: list[tuple[AlertRule, list[Selected]]] = []
         self._conditions: dict[tuple[str, str], Condition] = {}
@@ -82,6 +88,9 @@ class Evaluator:
 
     def step(self, sample: TelemetrySample) -> list[Transition]:
         """Evaluate all alert rules on a sample and return the resulting changes in alert states."""
+        if sample.at <= self._at - _SET_BACK_S:
+            self._restart()
+        self._at = sample.at
         if sample.layout is not self._layout:
             self._layout = sample.layout
             self._selected = [
@@ -94,6 +103,14 @@ class Evaluator:
         transitions = [*self._announce(sample.at), *ended]
         self._forget(sample.at)
         return transitions
+
+    def _restart(self) -> None:
+        """Forget the times of earlier samples, because the clock was set back. Otherwise, no condition that
+        lasts for some time could be evaluated until the clock has reached its former time again."""
+        self._causes = CauseFinder()
+        self.alerts = {alert.id: alert for alert in self._of.values()}
+        for condition in self._conditions.values():
+            condition.restart()
 
     def _update(self, sample: TelemetrySample) -> Iterator[Transition]:
         at, numbers = sample.at, sample.numbers
