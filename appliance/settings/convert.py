@@ -90,6 +90,11 @@ class Converter:
         """Convert a setting's value. Return None if the value is invalid; TOML values are never None."""
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return self._table(value, kind, path)
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and "\0" in text for text in texts):
+            # The operating system accepts no such path or name.
+            self.add(path, f"{dotted(path)} = {value!r} is not valid", "remove the null character")
+            return None
         if isinstance(value, list) and (item := _struct_of_items(kind)) is not None:
             rows = [self._table(row, item, (*path, str(number))) for number, row in enumerate(value, 1)]
             return [row for row in rows if row is not None]

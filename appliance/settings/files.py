@@ -146,6 +146,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
         raise fault(f"the file is not UTF-8 text ({error})", "save the file as UTF-8") from error
     except ValueError as error:
         raise fault(f"a number in the file has too many digits ({error})", "use a smaller number") from error
+    except RecursionError as error:
+        raise fault("arrays or tables in the file are nested too deeply", "nest fewer") from error
     except OSError as error:
         raise fault(
             f"the file cannot be read ({error.strerror})", "give the service's user read access"

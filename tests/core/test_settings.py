@@ -106,6 +106,9 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
         ("listen = 'gpu.lan:80'", "listen = 'gpu.lan:80' is not HOST:PORT with an IP address or localhost"),
         ("config_file = 'x'", "config_file is not a setting"),
         ("a = = 1", "is not valid TOML"),
+        ('[models.a]\nfolder = "/a\\u0000b"', "models.a.folder = '/a\\x00b' is not valid: remove the null"),
+        ('[admin]\ngroups = ["a\\u0000"]', "admin.groups = ['a\\x00'] is not valid: remove the null"),
+        (f"a = {'[' * 3000}", "arrays or tables in the file are nested too deeply: nest fewer"),
     ],
 )  # fmt: skip
 def test_an_invalid_setting_is_named_with_its_place_and_remedy(tmp_path: Path, text: str, said: str) -> None:
