@@ -1,15 +1,12 @@
-"""Builds Markdown tables of struct fields for the scripts that generate pages in docs/."""
+"""Builds Markdown tables, with descriptions of struct fields, for `scripts/generated_tables.py`."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import json
-import sys
 import textwrap
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -83,20 +80,6 @@ def row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def write_or_check(paths: Iterable[Path], page: Callable[[str], str], description: str) -> int:
-    """Write generated pages, or with `--check` only compare them with the files. Returns the exit code.
-    `page` is a function that converts a page's previous text to its new text."""
-    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
-    check, code = parser.parse_args().check, 0
-    for path in paths:
-        former = path.read_text(encoding="utf-8")
-        text = page(former)
-        if text == former:
-            continue
-        if check:
-            print(f"{path} is out of date: run scripts/{Path(sys.argv[0]).name}", file=sys.stderr)
-            code = 1
-        else:
-            path.write_text(text, encoding="utf-8")
-    return code
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    return "".join(f"{row(line)}\n" for line in (headings, ["---"] * len(headings), *rows))

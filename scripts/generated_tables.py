@@ -9,9 +9,10 @@ and the exit code is 1 if a table is out of date.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from appliance.actions import flag  # noqa: E402
+from appliance.alert_rules import AlertRule, AlertSink  # noqa: E402
 from appliance.cli.fields import shown  # noqa: E402
 from appliance.monitoring.metrics import families  # noqa: E402
 from appliance.monitoring.metrics.metric import Group  # noqa: E402
 from console.explanations import EXPLANATIONS  # noqa: E402
 from console.keys import KEYS, shown_name  # noqa: E402
-from scripts.field_tables import row, write_or_check  # noqa: E402
+from scripts.alert_tables import field_table, rule_table  # noqa: E402
+from scripts.field_tables import table  # noqa: E402
+from scripts.request_tables import request_tables  # noqa: E402
+from scripts.settings_tables import settings_sections  # noqa: E402
 from store.fields import Declared, declared  # noqa: E402
 from store.policies import KeyFields, Quota, TenantRecord  # noqa: E402
 
 GENERATED = re.compile(r"<!-- generated: ([a-z ]+) -->\n.*?<!-- end -->", re.DOTALL)
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    return "".join(f"{row(line)}\n" for line in (headings, ["---"] * len(headings), *rows))
 
 
 def options(fields: Iterable[Declared]) -> str:
@@ -146,6 +146,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "gateway metrics": lambda: metrics(FAMILIES.gateways),
     "console keys": keys,
     "console explanations": explanations,
+    "alert rules": rule_table,
+    "alert rule fields": lambda: field_table(AlertRule),
+    "alert sink fields": lambda: field_table(AlertSink),
+    "request fields": request_tables,
+    "settings": settings_sections,
     "quota fields": lambda: columns(QUOTA).replace("| column |", "| field |"),
 }
 
@@ -157,5 +162,21 @@ def page(former: str) -> str:
     )
 
 
+def main() -> int:
+    """Write the pages, or with `--check` only compare them with the files. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    check, code = parser.parse_args().check, 0
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        former = path.read_text(encoding="utf-8")
+        text = page(former)
+        if check and text != former:
+            print(f"{path} is out of date: run scripts/generated_tables.py", file=sys.stderr)
+            code = 1
+        elif text != former:
+            path.write_text(text, encoding="utf-8")
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(write_or_check(sorted((ROOT / "docs").glob("*.md")), page, __doc__ or ""))
+    sys.exit(main())

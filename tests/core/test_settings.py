@@ -20,7 +20,6 @@ from appliance.settings import (
     read_settings,
 )
 from appliance.settings.files import field_lines
-from tests.pages import check_page
 
 
 def load(folder: Path, text: str, environ: dict[str, str] | None = None, **flags: object) -> Settings:
@@ -401,10 +400,6 @@ inline = { x = 1, "y z" = { w = 2 } }
         ("models", "a.b", "inline", "y z", "w"): 13,
         ("models", "c"): 14,
     }
-
-
-def test_the_settings_page_is_up_to_date() -> None:
-    check_page("configuration_page.py")
 
 
 def test_a_model_without_a_name_has_the_name_of_its_folder(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from appliance.front.refused_fields import (
 )
 from tests.front.harness import Harness
 from tests.front.raw import chat, post
-from tests.pages import check_page
 from tests.prompts import prompt_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -193,7 +192,3 @@ def test_a_field_user_that_is_too_long_is_refused(front: Harness) -> None:
     error = post(front, CHAT, chat(user="s" * 513)).error
     assert (error["param"], error["code"]) == ("user", "invalid_value")
     assert "has 513 characters; at most 512 are allowed" in error["message"]
-
-
-def test_the_api_page_lists_the_fields_of_the_schemas() -> None:
-    check_page("api_page.py")

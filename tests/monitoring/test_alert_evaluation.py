@@ -21,7 +21,6 @@ from appliance.monitoring.alerts.windows import Window
 from store.samples import Splitter
 from tests.examples import examples
 from tests.monitoring.histories import START, evaluate, history, quiet_service, transitions
-from tests.pages import check_page
 
 HOT = AlertRule(
     name="hot", metric="gpus[*].temperature_c", above=88.0, clear=83.0, for_s=5.0, clear_for_s=10.0
@@ -278,7 +277,3 @@ def _everything() -> dict[str, Any]:
     tree["current_problems"] = [{"where": "audit", "description": "x", "remedy": "y"}]
     tree["gpus"][0]["throttle_reasons"] = ["power brake"]
     return tree
-
-
-def test_the_page_of_the_rules_is_up_to_date() -> None:
-    check_page("alerts_page.py")
