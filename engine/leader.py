@@ -186,6 +186,10 @@ class LeaderLoop:
             self._control.send(LongStep(expected_s))
 
     def _report(self, result: StepResult | None) -> None:
+        # The scheduler may have postponed some of a disconnected front's cancellations to later steps.
+        open_fronts = [one for one in self._disconnected_fronts if self._scheduler.accounting.of_origin(one)]
+        disconnected = [front for front in self._disconnected_fronts if front not in open_fronts]
+        self._disconnected_fronts = open_fronts
         decode_steps, step_ms, idle_us = self._decode_steps.take()
         mixed_steps, mixed_step_ms, mixed_idle_us = self._mixed_steps.take()
         self._control.send(
@@ -193,7 +197,7 @@ class LeaderLoop:
                 **msgspec.structs.asdict(self._engine.gauges()),
                 finished=result.finished if result else [],
                 longest_step=self._engine.take_longest_step(),
-                disconnected_fronts=self._disconnected_fronts,
+                disconnected_fronts=disconnected,
                 decode_steps=decode_steps,
                 step_ms=step_ms,
                 idle_us=idle_us,
@@ -203,7 +207,6 @@ class LeaderLoop:
                 log_dropped_lines=log_state().dropped_lines,
             )
         )
-        self._disconnected_fronts = []
         self._reported_at = time.monotonic()
 
 

@@ -131,7 +131,7 @@ class _Peer:
             self._unsent.append((step, memoryview(frame)))
             if not busy:
                 self._write()
-                if self._unsent:
+                if self._unsent and not self._failure:
                     threading.Thread(target=self._write_all, name="engine-plans", daemon=True).start()
             self._check()
 

@@ -96,7 +96,8 @@ class ResultCollector:
         self._cancel_some()
 
     def _cancel_some(self) -> None:
-        while self._cancelled and self._released <= MAX_RELEASED:
+        # Waiting sequences have no blocks, so they can be cancelled even if no steps are planned.
+        while self._cancelled and (self._released <= MAX_RELEASED or not self._cancelled[0].table):
             sequence = self._cancelled.popleft()
             if not sequence.finish_reason:
                 self._released += len(sequence.table)

@@ -169,6 +169,19 @@ def test_a_peer_that_dies_during_a_plan_is_lost() -> None:
     assert "rank 1 closed its plan channel (Broken pipe)" in str(flushing.error)
 
 
+def test_the_loss_of_a_peer_is_reported_once() -> None:
+    left, right = socketpair()
+    right.close()
+    reasons: list[str] = []
+    sender = PlanSender([left], reasons.append)
+    with pytest.raises(RankFailureError):
+        sender.send(large_plan(1))
+    for thread in threading.enumerate():
+        if thread.name == "engine-plans":
+            thread.join(WAIT_S)
+    assert reasons == ["rank 1 closed its plan channel (Broken pipe)"]
+
+
 def test_a_step_with_a_large_plan_runs_on_both_ranks() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
     left, right = narrow_pair()

@@ -315,6 +315,24 @@ def test_a_replica_with_unfinished_sequences_refuses_to_sleep_and_continues() ->
     served.stop()
 
 
+@pytest.mark.usefixtures("slow_steps")
+def test_a_closed_channel_is_reported_once_all_of_its_submissions_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When the channel is reported, the core takes back the credit of the front's remaining submissions."""
+    monkeypatch.setattr("engine.scheduling.results.MAX_RELEASED", 0)
+    served = Served()
+    front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
+    for handle in range(1, 4):
+        front.send(submit(handle, 1900))
+    served.wait_for(lambda report: report.running == 3)
+    front.close()
+    reported = served.wait_for(lambda report: report.disconnected_fronts)
+    until_then = served.reports[: served.reports.index(reported) + 1]
+    assert sum(len(report.finished) for report in until_then) == 3
+    served.stop()
+
+
 def test_the_prefix_cache_is_empty_after_a_sleep_but_not_after_a_failed_one() -> None:
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)

@@ -72,6 +72,22 @@ def test_ended_sequences_are_freed_by_reference_counting(overlap: bool) -> None:
         gc.enable()
 
 
+def test_a_waiting_sequence_is_cancelled_while_planning_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduling.results.MAX_RELEASED", 0)
+    engine = SimulatedEngine()
+    running = [engine.submit(100) for _ in range(2)]
+    engine.step()
+    for submit in running:
+        engine.scheduler.cancel(FRONT, submit.handle)
+    engine.drain()
+    engine.core.paused = True
+    waiting = engine.submit(100)
+    engine.scheduler.cancel(FRONT, waiting.handle)
+    engine.drain()
+    assert engine.finished[-1].request_id == waiting.request_id
+    assert engine.told(waiting) == ([], "cancelled")
+
+
 def test_idle_time_counts_only_if_a_sequence_was_waiting() -> None:
     """The engine may have been idle for hours before a step that has only new sequences, so this idle time
     must not be counted."""
