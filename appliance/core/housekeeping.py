@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -106,9 +107,14 @@ class Housekeeper:
         if self._clock.jump_s:
             return
         before, otherwise = self._contents.limits()
-        operation = partial(retention.remove_contents, before=before, otherwise=otherwise)
-        if await _remove(self._contents.writer, operation):
-            self._log_has_removed = True
+
+        def remove(connection: sqlite3.Connection) -> Removed:
+            removed = retention.remove_contents(connection, before, otherwise)
+            # Note this now, because the removal of the next batch may fail.
+            self._log_has_removed |= removed.rows > 0
+            return removed
+
+        await _remove(self._contents.writer, remove)
         if self._log_has_removed:
             emptying = await asyncio.wrap_future(retention.empty_log(self._contents.writer))
             self._log_has_removed = not emptying.done
@@ -125,8 +131,8 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
             log.exception("housekeeping failed and will be retried in %g s", every_s)
 
 
-async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
-    """Remove rows in batches until no old rows are left. Return the total number removed."""
+async def _remove(writer: Writer, operation: Operation[Removed]) -> None:
+    """Remove rows in batches until no old rows are left."""
     rows = pages = 0
     try:
         while True:
@@ -134,7 +140,7 @@ async def _remove(writer: Writer, operation: Operation[Removed]) -> int:
             removed = await asyncio.wrap_future(writer.call(operation))
             rows, pages = rows + removed.rows, pages + removed.pages
             if not removed.more:
-                return rows
+                return
             await asyncio.sleep(max(_MIN_PAUSE_S, _PAUSE_FACTOR * (time.monotonic() - began)))
     finally:
         if rows or pages:

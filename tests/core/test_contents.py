@@ -1,14 +1,16 @@
-"""Tests of how the core stores the texts that fronts send: how many texts may wait to be written, and how
-large they may be."""
+"""Tests of how the core stores the texts that fronts send: how many texts may wait to be written, how large
+they may be, and when they are removed."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,9 +19,12 @@ from appliance.channel.front_messages import Keep
 from appliance.channel.identity import Identity
 from appliance.core import contents
 from appliance.core.contents import ContentKeeper
+from appliance.core.housekeeping import Housekeeper
 from appliance.host.memory_files import new_memory
 from appliance.settings import LogSettings
-from store.contents import read_contents
+from store import retention
+from store.contents import Content, ContentLog, read_contents
+from store.errors import StorageFaultError
 from store.policies import Policies
 from store.schemas import CONTENTS
 from store.structs import KeptText
@@ -112,3 +117,43 @@ def test_texts_of_more_than_64_mib_are_dropped_and_counted(
     keeper.close()
     assert stored(keeper, "fits") and not stored(keeper, "too long")
     assert keeper.writer.state().dropped_rows == 1
+
+
+def test_removed_texts_leave_the_log_even_if_the_disk_failed_after_the_first_batch(
+    keeper: ContentKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, writer = LogSettings(contents_days=1.0), keeper.writer
+    clock, settings = SimpleNamespace(jump_s=0.0), SimpleNamespace(log=log)
+    housekeeper = Housekeeper(
+        None,  # type: ignore[arg-type]
+        writer,
+        ContentKeeper(writer, Policies, lambda: log),
+        lambda: settings,  # type: ignore[arg-type, return-value]
+        clock,  # type: ignore[arg-type]
+    )
+    asyncio.run(housekeeper._remove_contents())
+    row = Content(
+        request_id="r",
+        part="prompt",
+        number=0,
+        tenant="t",
+        created_at=1.0,
+        sha256="",
+        bytes=8,
+        text="a secret",
+    )
+    ContentLog(writer).keep([row])
+    remove, batches = retention.remove_contents, [0]
+
+    def fails_once(*arguments: object, **options: object) -> retention.Removed:
+        batches[0] += 1
+        if batches[0] == 2:
+            raise StorageFaultError("the disk is full")
+        return remove(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(retention, "remove_contents", fails_once)
+    with pytest.raises(StorageFaultError):
+        asyncio.run(housekeeper._remove_contents())
+    asyncio.run(housekeeper._remove_contents())
+    for suffix in ("", "-wal"):
+        assert b"a secret" not in Path(f"{writer.path}{suffix}").read_bytes()
