@@ -3,7 +3,6 @@ both."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from appliance.background import Background
+from appliance.background import Background, in_own_thread
 from appliance.channel.served_models import ServedModel
 from appliance.models.registry import describe
 from appliance.models.replica import Replica
@@ -126,8 +125,10 @@ class ReplicaConnections:
 
     async def _describe(self, replica: Replica, incarnation: int) -> None:
         try:
-            model = await asyncio.to_thread(describe, replica.model, replica.settings)
-        except OSError:
+            model = await in_own_thread(
+                lambda: describe(replica.model, replica.settings), replica.load_timeout_s
+            )
+        except OSError:  # or TimeoutError, which is an OSError
             return  # The engine also reads the folder and reports the error.
         if replica.incarnation == incarnation:
             replica.described = model

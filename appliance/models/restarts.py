@@ -7,12 +7,13 @@ breaker stops the restarts.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from appliance.background import Backoff
+from appliance.background import Backoff, in_own_thread
 from appliance.protocol import BreakerState
 from appliance.settings import RestartSettings
 from engine.rank_messages import FatalKind
@@ -167,11 +168,15 @@ class Watch:
         """`changed` is called when a file has been added, removed or changed."""
         self.changed = changed
         self._folder = folder
-        self._former = asyncio.create_task(asyncio.to_thread(_files, folder))
+        self._former = asyncio.create_task(self._read())
 
     async def has_changed(self) -> bool:
         """Return whether a file has been added, removed or changed."""
-        return await self._former != await asyncio.to_thread(_files, self._folder)
+        return await self._former != await self._read()
+
+    async def _read(self) -> frozenset[tuple[str, int, int]]:
+        # The disk may not respond. The thread then waits until the disk responds again.
+        return await in_own_thread(lambda: _files(self._folder), math.inf)
 
 
 def _files(folder: str) -> frozenset[tuple[str, int, int]]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from appliance.models import restarts as module
+from appliance.models.replica_connections import ReplicaConnections
 from appliance.models.restarts import Exit, Restarts, StartTimer, Watch
 from appliance.settings import RestartSettings
 
@@ -106,5 +111,29 @@ def test_a_start_waits_for_its_delay_unless_the_files_change(
         timer.stop()
         await asyncio.sleep(0.2)
         assert not begun.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_a_model_disk_that_does_not_respond_blocks_no_shared_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, nothing = threading.Event(), cast(Any, None)
+
+    def hangs(*arguments: object) -> None:
+        released.wait()
+
+    monkeypatch.setattr(module, "_files", hangs)
+    monkeypatch.setattr("appliance.models.replica_connections.describe", hangs)
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        Watch("/m", lambda: None)
+        connections = ReplicaConnections({}, *[nothing] * 5)
+        replica: Any = SimpleNamespace(model="m", settings=None, incarnation=1, load_timeout_s=60.0)
+        connections.replica_starting(replica)
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(int), 5.0)
+        finally:
+            released.set()
 
     asyncio.run(scenario())
