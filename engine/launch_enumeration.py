@@ -15,7 +15,7 @@ from engine.device_tables import Padding, SlotTables
 from engine.graphs import DecodeGraphs
 from engine.messages import BLOCK_TOKENS
 from engine.model.decoder import TORCH_DTYPES, Decoder
-from engine.parallel import Collectives, Overlap, Ranks, single
+from engine.parallel import Overlap, Ranks, single
 from engine.peer_memory import ITEMS
 from engine.peer_ranks import PeerRanks
 from engine.prompt_graphs import PromptGraphs
@@ -51,11 +51,9 @@ _HOST_ADDRESS = 1 << 40
 separate kernel variant for each integer width."""
 
 
-class UnconnectedRanks(Collectives):
+class UnconnectedRanks(Ranks):
     """One rank of a simulated group, whose collectives return tensors of the correct shape without
     communicating."""
-
-    collectives = ""
 
     def __init__(self, size: int, rank: int) -> None:
         self.size = size
@@ -83,7 +81,7 @@ class _MetaMemory:
         return
 
 
-class _EveryRank(Collectives):
+class _EveryRank(Ranks):
     """Simulates all ranks of a group on meta tensors, from the perspective of `rank`. The first time a
     collective is called with certain shapes, its kernels are launched for every rank, because kernels that
     use peer memory differ between ranks."""

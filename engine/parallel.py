@@ -44,16 +44,24 @@ class Overlap(Protocol):
         has been called twice more for this half."""
 
 
-class Ranks(Protocol):
-    """A group of ranks, which must all make the same calls in the same order."""
+class Ranks:
+    """A group of ranks, which must all make the same calls in the same order. Subclasses implement at least
+    `all_reduce` and `all_gather_stack`."""
 
     size: int
     rank: int
-    collectives: str
+    collectives: str = ""
     """Name of the communication backend, shown to operators. Empty for a single rank."""
+    _failure_reason = ""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of `tensor` over the ranks, bitwise equal on all ranks. May overwrite `tensor`."""
+        raise NotImplementedError
+
+    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Stack the ranks' tensors `[...]`, in rank order, into one tensor `[size, ...]`. All shapes must be
+        equal. The sign of a float32 zero may be lost."""
+        raise NotImplementedError
 
     def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
         """Return `residual` plus the sum of `part` over the ranks, bitwise equal on all ranks.
@@ -62,14 +70,13 @@ class Ranks(Protocol):
         the next operation needs, or None. If it is given, the returned residual may include the norm's
         result.
         """
+        return Residual(residual.values.add_(self.all_reduce(part)))
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' tensors `[..., n]` in rank order to `[..., size × n]`. All shapes must be
         equal. The sign of a floating-point zero may be lost."""
-
-    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stack the ranks' tensors `[...]`, in rank order, into one tensor `[size, ...]`. All shapes must be
-        equal. The sign of a float32 zero may be lost."""
+        stack = self.all_gather_stack(tensor)
+        return stack.movedim(0, -2).reshape(*tensor.shape[:-1], self.size * tensor.shape[-1])
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """For each row, return the id of the largest value over all ranks: `[rows]` int64.
@@ -77,50 +84,6 @@ class Ranks(Protocol):
         `values` is [rows] float32, and `ids` is [rows] int64 with ids below 2³¹. Ties go to the lowest rank.
         The result is BAD_TOKEN if a row contains a NaN, or if its largest value is infinite.
         """
-
-    def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve memory so that sums can overlap with computation in passes of up to `tokens` tokens. Does
-        nothing if this would not improve performance."""
-
-    def overlap(self, tokens: int) -> Overlap | None:
-        """Return the `Overlap` for a pass of `tokens` tokens, or None if overlapping sums with computation
-        would not improve performance."""
-
-    def abandon(self, reason: str) -> None:
-        """Abort all current and future waits for peers, because a peer was lost. May be called from any
-        thread. From then on, results of collectives are undefined, and `check` raises RankFailureError.
-        """
-
-    def check(self) -> None:
-        """Raise RankFailureError if `abandon` was called."""
-
-    def close(self) -> None:
-        """Leave the group of ranks. CUDA graphs that contain collectives must be deleted first."""
-
-
-class Collectives:
-    """Base class that implements `Ranks` except for `all_reduce` and `all_gather_stack`, which subclasses
-    provide."""
-
-    size: int
-    rank: int
-    collectives: str = ""
-    _failure_reason = ""
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
-        return Residual(residual.values.add_(self.all_reduce(part)))
-
-    def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
-        stack = self.all_gather_stack(tensor)
-        return stack.movedim(0, -2).reshape(*tensor.shape[:-1], self.size * tensor.shape[-1])
-
-    def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         words = torch.stack((values.float().view(torch.int32), ids.int()))
         stack = self.all_gather_stack(words)
         values, ids = stack[:, 0].view(torch.float32), stack[:, 1]
@@ -130,30 +93,38 @@ class Collectives:
         return torch.where(finite, ids.gather(0, winner)[0].long(), BAD_TOKEN)
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Reserve memory so that sums can overlap with computation in passes of up to `tokens` tokens. Does
+        nothing if this would not improve performance."""
         return
 
     def overlap(self, tokens: int) -> Overlap | None:
+        """Return the `Overlap` for a pass of `tokens` tokens, or None if overlapping sums with computation
+        would not improve performance."""
         return None
 
     def abandon(self, reason: str) -> None:
+        """Abort all current and future waits for peers, because a peer was lost. May be called from any
+        thread. From then on, results of collectives are undefined, and `check` raises RankFailureError.
+        """
         self._failure_reason = self._failure_reason or reason
 
     def check(self) -> None:
+        """Raise RankFailureError if `abandon` was called."""
         if self._failure_reason:
             raise RankFailureError(
                 f"rank {self.rank} of {self.size}: {self._failure_reason}; restart the whole replica"
             )
 
     def close(self) -> None:
+        """Leave the group of ranks. CUDA graphs that contain collectives must be deleted first."""
         return
 
 
-class _Single(Collectives):
+class _Single(Ranks):
     """The only rank of its group, which needs no communication."""
 
     size = 1
     rank = 0
-    collectives = ""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -165,7 +136,7 @@ class _Single(Collectives):
         return tensor.unsqueeze(0)
 
 
-class _Group(Collectives):
+class _Group(Ranks):
     """A rank that uses torch.distributed's default process group."""
 
     def __init__(self, size: int, rank: int) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from engine.parallel import Collectives, Ranks
+from engine.parallel import Ranks
 from engine.peer_limits import AllReduceLimits, limits_of
 from engine.peer_overlap import PeerOverlap, make_overlap
 from engine.sizing import overlap_split
@@ -31,7 +31,7 @@ class Memory(Protocol):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]: ...
 
 
-class PeerRanks(Collectives):
+class PeerRanks(Ranks):
     """A rank that exchanges messages through peer memory if they fit, otherwise through `group`. `pdl` says
     whether the GPU supports programmatic dependent launch; if it is None, the constructor detects this. In
     passes of at least `overlap_from` tokens, sums overlap with computation; None disables the overlap.

@@ -123,7 +123,7 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     os._exit(0)  # torch.distributed's threads could block a normal exit
 
 
-class _Alone(parallel.Collectives):
+class _Alone(parallel.Ranks):
     """Collectives that do not communicate: each rank uses its own summand instead of the sum over all
     ranks."""
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import torch
 
-from engine.parallel import Collectives
+from engine.parallel import Ranks
 
 Result = TypeVar("Result")
 
 
-class ThreadRank(Collectives):
+class ThreadRank(Ranks):
     """One rank of a group of `size` ranks, which share `slots` and `barrier`."""
 
     collectives = "threads"
