@@ -224,7 +224,10 @@ class ReplicaGroup:
             for rank in range(size):
                 self._ranks.append(self._spawn(rank))
         except OSError:
+            self._on_end = lambda reason: None  # The caller learns of the end from the exception.
             self.kill("a rank could not be started")
+            if not self._ranks:
+                remove_rendezvous(spec)
             raise
         finally:
             for position, member in enumerate(self._ranks):

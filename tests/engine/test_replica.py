@@ -404,6 +404,36 @@ def test_a_rank_sees_only_the_gpus_of_its_replica(tmp_path: Path, monkeypatch: p
         assert (tmp_path / "seen").read_text() == seen
 
 
+@pytest.mark.parametrize("possible", [0, 1])
+def test_a_group_whose_ranks_cannot_all_be_started_reports_no_end_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, possible: int
+) -> None:
+    spawn, started, ends = launch.spawn_rank, list[Any](), list[str]()
+
+    def spawn_one(module: str, *arguments: Any) -> Any:
+        if len(started) == possible:
+            raise OSError("too many open files")
+        started.append(spawn(module, *arguments))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "spawn_rank", spawn_one)
+    (tmp_path / "ranks").mkdir()
+    spec = ReplicaSpec(
+        replica="m-0", model_path="/", tensor_parallel_size=2, rendezvous=str(tmp_path / "ranks" / "store")
+    )
+
+    async def scenario() -> None:
+        with pytest.raises(OSError, match="too many open files"):
+            ReplicaGroup.launch(spec, lambda rank, message: None, ends.append)
+        async with asyncio.timeout(60):
+            while any(alive(process.pid) for process, _ in started) or (tmp_path / "ranks").exists():
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert ends == [], "the caller already knows from the exception"
+
+    asyncio.run(scenario())
+
+
 def test_nothing_is_imported_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
