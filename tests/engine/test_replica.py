@@ -408,7 +408,7 @@ def test_a_rank_sees_only_the_gpus_of_its_replica(tmp_path: Path, monkeypatch: p
 def test_a_group_whose_ranks_cannot_all_be_started_reports_no_end_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, possible: int
 ) -> None:
-    spawn, started, ends = launch.spawn_rank, list[Any](), list[str]()
+    spawn, started, reasons = launch.spawn_rank, list[Any](), list[str]()
 
     def spawn_one(module: str, *arguments: Any) -> Any:
         if len(started) == possible:
@@ -424,12 +424,12 @@ def test_a_group_whose_ranks_cannot_all_be_started_reports_no_end_and_leaves_not
 
     async def scenario() -> None:
         with pytest.raises(OSError, match="too many open files"):
-            ReplicaGroup.launch(spec, lambda rank, message: None, ends.append)
+            ReplicaGroup.launch(spec, lambda rank, message: None, reasons.append)
         async with asyncio.timeout(60):
             while any(alive(process.pid) for process, _ in started) or (tmp_path / "ranks").exists():
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
-        assert ends == [], "the caller already knows from the exception"
+        assert reasons == [], "the caller already knows from the exception"
 
     asyncio.run(scenario())
 
