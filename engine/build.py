@@ -25,6 +25,7 @@ from engine.config import CheckpointError, UnsupportedError
 from engine.families import read_config
 from engine.kernel_build import build
 from engine.messages import ModelDType, Quantization
+from engine.parent_death import die_with_parent
 from engine.replica_model import DTYPES, ReplicaModel
 from engine.sizing import FP8_BLOCKS, weights_dtype
 from kernels import compiling
@@ -37,6 +38,8 @@ def main() -> int:
     """Compile a model's kernels. Returns 1 if the model or the GPU is not supported, or a kernel fails to
     compile."""
     arguments = _arguments()
+    if arguments.replica_pid is not None:
+        die_with_parent(arguments.replica_pid)
     try:
         served = arguments.served or read_served(
             arguments.config,
@@ -138,6 +141,7 @@ def _arguments() -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", type=Path, help="folder that contains the model's config.json")
     source.add_argument("--served", type=_served, help=argparse.SUPPRESS)
+    parser.add_argument("--replica-pid", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=DTYPES, help="model dtype; default: the checkpoint's dtype")
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' matrices to e4m3")
     parser.add_argument("--kv-fp8", action="store_true", help="store the KV cache in e4m3")

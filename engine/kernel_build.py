@@ -114,9 +114,9 @@ def _has_kernels(served: ReplicaModel, device: torch.device) -> bool:
 
 def _start_process(served: ReplicaModel, gpu: compiling.GpuModel) -> subprocess.Popen[bytes]:
     """Start a separate process that runs `build`, because this process uses CUDA and must not fork. Errors go
-    to standard error."""
+    to standard error. The process ends when the calling thread ends."""
     command = [sys.executable, "-P", "-m", "engine.build", "--served", msgspec.json.encode(served).decode()]
-    command += ["--gpu", gpu.name, "--capability", str(gpu.target.arch)]
+    command += ["--replica-pid", str(os.getpid()), "--gpu", gpu.name, "--capability", str(gpu.target.arch)]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL

@@ -8,7 +8,6 @@ only some of its ranks.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import logging
 import os
 import selectors
@@ -23,6 +22,7 @@ from engine.core import LaunchedStep, StepRunner
 from engine.garbage import permanent_objects, settle_garbage
 from engine.logs import UtcFormatter, log_to_stderr
 from engine.messages import ReplicaSpec
+from engine.parent_death import die_with_parent
 from engine.peer_watch import PeerWatch
 from engine.plan import MemoryPlan
 from engine.plan_channel import plan_channel
@@ -49,7 +49,6 @@ FATAL_TIMEOUT_S = 1.0
 LOSS_GRACE_S = 0.3
 """Time limit, in seconds, for a rank to exit after losing a peer. After a slightly longer time, the launcher
 kills ranks that have not exited."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -62,7 +61,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     bound_kernel_caches()
-    _die_with_parent()
+    # If the core has already exited, the closed channel reveals that.
+    die_with_parent(os.getppid())
     # Only the core stops a rank, by sending Stop or closing the channel. A signal to the whole process group,
     # from Ctrl-C or systemd, must not interrupt requests that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -211,7 +211,7 @@ def _await_start(control: Channel[RankInbound]) -> Start:
         selector.select()
         messages = control.read()
         # Check the channel again, in case the core has exited since sending Start. If the core exits later,
-        # the operating system kills this process (`_die_with_parent`).
+        # the operating system kills this process (`die_with_parent`).
         messages += control.read()
         if control.violation:
             log.error("the core sent an invalid message: %s", control.violation)
@@ -221,16 +221,6 @@ def _await_start(control: Channel[RankInbound]) -> Start:
         for message in messages:
             if isinstance(message, Start):
                 return message
-
-
-def _die_with_parent() -> None:
-    """Make the operating system kill this process when its parent ends."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        # The parent exited before prctl took effect. If it exited even before `os.getppid` was called, the
-        # closed channel reveals that.
-        os._exit(0)
 
 
 def _kind_of(error: Exception) -> Literal["checkpoint", "memory", "device", "internal"]:

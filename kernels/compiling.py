@@ -164,7 +164,7 @@ def compile_jobs(
     following = context.Value("i", 0)
     results = context.SimpleQueue()
     workers = [
-        context.Process(target=_work, args=(target, jobs, following, results), daemon=True)
+        context.Process(target=_work, args=(target, jobs, following, results, os.getpid()), daemon=True)
         for _ in range(min(processes, len(jobs)))
     ]
     for worker in workers:
@@ -189,10 +189,11 @@ def compile_jobs(
     return failures
 
 
-def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: Any) -> None:
+def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: Any, parent: int) -> None:
     launcher = _launcher_class()
     with _offline(target):
-        while True:
+        # If the parent is killed, it cannot end its workers.
+        while os.getppid() == parent:
             with following.get_lock():
                 index = following.value
                 following.value += 1

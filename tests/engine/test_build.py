@@ -26,6 +26,7 @@ from engine.kernel_build import KernelBuild, check_kernels
 from engine.replica_model import ReplicaModel
 from kernels import compiling
 from tests.kernels.test_compiling import compiled
+from tests.waiting import wait_until
 
 SMALL: dict[str, Any] = SHAPES["llama-3.2-1b"] | {
     "hidden_size": 256,
@@ -405,6 +406,33 @@ def test_the_compiling_process_is_told_how_the_model_is_served(
     monkeypatch.setattr(sys, "argv", command[command.index("engine.build") :])
     assert small.config.sliding_windows == (None, 100)
     assert build._arguments().served == small
+
+
+def test_a_build_ends_with_the_replica_that_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    small = read_served(folder_of(tmp_path, "qwen2"), max_num_seqs=1, max_num_batched_tokens=1)
+    receiver, sender = os.pipe()
+    if not (replica := os.fork()):
+        process = kernel_build._start_process(small, compiling.GpuModel.of("NVIDIA H200", 90))
+        os.write(sender, str(process.pid).encode())
+        os._exit(0)
+    os.waitpid(replica, 0)
+    pid = int(os.read(receiver, 100))
+    for descriptor in (receiver, sender):
+        os.close(descriptor)
+    wait_until(lambda: not running(pid), 60)
+    assert not (tmp_path / "cache").exists(), "the build continued without the replica"
+
+
+def running(pid: int) -> bool:
+    """Return whether a process is running. It may have ended without having been reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_build_that_fails_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
