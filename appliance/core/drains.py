@@ -1,6 +1,6 @@
 """Drains a model or the whole service: stops accepting new requests and lets the accepted requests finish.
 
-             Controller (stop), DrainAdmin (begin, resume), Reloader (keep_only)
+             Controller (stop), DrainAdmin (begin, resume), ModelManager (forget)
                  │
                  ▼
     Readiness ◄─ Drains ──► Drain ──► RequestManager (pause, resume), cancel(), FrontConfiguration
@@ -213,7 +213,7 @@ class Drains:
         )
         if (former := self._active.get(model)) is not None:
             drain.replaces(former)
-            self._forget(model)
+            self.forget(model)
         self._active[model] = drain
         self._tasks[model] = asyncio.get_running_loop().create_task(drain.run())
         return drain
@@ -227,7 +227,7 @@ class Drains:
         if drain is None:
             others = ", ".join(other.name for other in self._active.values())
             raise DrainError(f"{_name(model)} is not draining; active drains: {others or 'none'}")
-        self._forget(model)
+        self.forget(model)
         self._tools.requests.resume_admission(model)
         self._tools.fronts.publish_configuration()
         return drain
@@ -249,13 +249,8 @@ class Drains:
         )
         await self.stopping.run()
 
-    def keep_only(self, models: Collection[str]) -> None:
-        """Cancel drains of models that are no longer served. Admission to these models stays paused."""
-        for drain in list(self._active.values()):
-            if drain.model is not None and drain.model not in models:
-                self._forget(drain.model)
-
-    def _forget(self, model: str | None) -> None:
+    def forget(self, model: str | None) -> None:
+        """Cancel an operator's drain of a model that is no longer served. Admission to it stays paused."""
         self._active.pop(model, None)
         if (task := self._tasks.pop(model, None)) is not None:
             task.cancel()

@@ -163,8 +163,6 @@ class Reloader:
         self.live.current = wanted
         for name in sorted(names - APPLIED_HERE):
             self.hooks[name](wanted)
-        registered = [unit for unit in self.models.models if not self.models.is_declared(unit)]
-        self.drains.keep_only({*wanted.models, *registered})
         changes = self.models.change(wanted.models, served)
         self.publish()
         return changes

@@ -109,6 +109,7 @@ class ServingParts:
             settings,
             lambda: self.models.models,
         )
+        self.models.on_removed = self.drains.forget
         self.readiness = Readiness(
             settings, self.requests.state, self.models, self.routing, self.fronts, self.drains
         )

@@ -98,6 +98,8 @@ class ModelManager:
         self._parked: dict[str, Parked] = {}
         self._returning: set[str] = set()
         """Models that were parked and are being loaded or woken."""
+        self.on_removed: Callable[[str], None] = lambda name: None
+        """Called when a model is no longer served."""
         self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
         checks = StartChecks(preflight, files_check)
         self._factory = ReplicaFactory(settings, self.connections, self._placement, checks, launch)
@@ -436,6 +438,7 @@ class ModelManager:
         """Stop serving a model."""
         self.models.pop(name, None)
         self._parked.pop(name, None)
+        self.on_removed(name)
         self._requests.pause_admission(name, f"model {name!r} is being removed")
         self._publish()
         grace_s = self._grace_s.pop(name, self._settings().drain_grace_s)

@@ -254,6 +254,7 @@ class OnDemand:
             and self._manager.is_parked(unit)
             and not self._manager.of(unit)
             and not self._bundles.busy(unit)
+            and self._requests.state.pauses.of(unit) is None  # an operator's drain must not be forgotten
             and self._clock() > max(times.used_at, times.ready_at) + _FORGET_S
         )
 

@@ -158,5 +158,8 @@ def test_a_drain_that_replaces_another_one_continues_it() -> None:
             drains.resume("m")
         with pytest.raises(DrainError, match="unknown model 'n'; available models: m"):
             drains.begin("n", grace_s=0.0, hold=False)
+        drains.begin("m", grace_s=1e6, hold=False)
+        drains.forget("m")
+        assert list(drains) == [] and service.told[-1] == "publish", "admission stays paused"
 
     asyncio.run(check())

@@ -20,6 +20,7 @@ from appliance.models.on_demand import OnDemand
 from appliance.models.routing import Routing
 from appliance.settings import ModelSettings, Settings
 from appliance.settings.fields import OnDemandSettings
+from appliance.traffic.admission_pauses import AdmissionPauses
 from appliance.traffic.model_uses import ModelUses
 from tests.models.test_operations import SimulatedFronts, SimulatedManager, World, run
 
@@ -158,7 +159,7 @@ class Requests:
     """A simulated request manager."""
 
     def __init__(self) -> None:
-        self.state = SimpleNamespace(models={})
+        self.state = SimpleNamespace(models={}, pauses=AdmissionPauses())
         self.refusals: list[str] = []
         """The reason of each failure of a model."""
         self.refused_s: list[float] = []

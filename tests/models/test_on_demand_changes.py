@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from appliance.models import on_demand
 from appliance.models.load_errors import LoadError
 from appliance.settings import ModelSettings, Settings
+from appliance.traffic.admission_pauses import AdmissionPause
 from tests.models.on_demand_site import Site, optional, play, sleepy
 
 
@@ -145,13 +147,13 @@ def test_a_load_waits_until_a_load_on_demand_has_ended(tmp_path: Path) -> None:
     async def scenario() -> None:
         await operations.introduce(site.version(2))
         site.manager.slow.add(unit)
-        on_demand = asyncio.create_task(operations.bring_back(unit))
+        first = asyncio.create_task(operations.bring_back(unit))
         await site.until(lambda: unit in site.manager.returning, "the load on demand")
         load = asyncio.create_task(operations.load(site.version(2)))
         await asyncio.wait([load], timeout=0.2)
         assert not load.done()
         site.manager.slow.clear()
-        await on_demand
+        await first
         await load
         assert site.manager.loaded(unit)
 
@@ -192,5 +194,21 @@ def test_a_model_that_a_swap_loads_is_not_unloaded_for_another_one(tmp_path: Pat
         await load
         await site.loaded("chat@1")
         assert manager.history == [f"load {unit}", f"park {unit}", "load chat@1"]
+
+    play(site, scenario)
+
+
+def test_a_drained_version_is_not_forgotten_until_it_accepts_requests_again(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+    pauses, unit = site.requests.state.pauses, "chat@2"
+
+    async def scenario() -> None:
+        await site.operations.introduce(site.version(2))
+        pauses.begin(unit, AdmissionPause("model 'chat@2' is draining"))
+        end = site.now + 2 * on_demand._FORGET_S
+        await site.until(lambda: site.now > end, "the time after which versions are forgotten")
+        assert unit in site.manager.models
+        pauses.end(unit)
+        await site.until(lambda: unit not in site.manager.models, "the end of the version")
 
     play(site, scenario)
