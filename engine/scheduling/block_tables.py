@@ -104,9 +104,9 @@ class BlockTables:
             shared.registered = max(shared.registered, min(end, len(shared.blocks)))
 
     def mark_non_finite(self, sequence: Sequence) -> None:
-        """Remove a sequence's blocks from the prefix cache. Called after the sequence computed NaN or
-        infinity."""
-        for index in range(sequence.block_count):
+        """Remove a sequence's blocks from the prefix cache, except those that are known to be finite. Called
+        after the sequence computed NaN or infinity."""
+        for index in range(sequence.finite // BLOCK_TOKENS, sequence.block_count):
             self._pool.mark_non_finite(sequence.block(index))
 
     def release(self, sequence: Sequence) -> None:

@@ -143,8 +143,8 @@ class ResultCollector:
         return "length" if len(sequence.tokens) >= sequence.limit else ""
 
     def _fail_non_finite(self, sequence: Sequence, position: int) -> None:
-        """End a sequence that computed NaN or infinity at `position` and remove its blocks from the prefix
-        cache."""
+        """End a sequence that computed NaN or infinity at `position`, and remove the blocks that may contain
+        these values from the prefix cache."""
         self._tables.mark_non_finite(sequence)
         self.end(
             sequence,

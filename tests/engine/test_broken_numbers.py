@@ -125,8 +125,12 @@ def test_scoring_a_non_finite_prompt_is_an_error_that_does_not_affect_the_next_o
 
 def test_a_bias_that_bans_every_token_ends_the_sequence_with_an_error(engine: LocalEngine) -> None:
     banned = SamplingParams(max_tokens=5, logit_bias=dict.fromkeys(range(157), float("-inf")))
+    engine.generate([PROMPTS[0]], GREEDY)
     (answer,) = engine.generate([PROMPTS[0]], banned)
     assert (answer[0].finish_reason, answer[0].token_ids) == ("error", [])
+    # The blocks that the sequence shares with other requests are finite, and stay in the prefix cache.
+    (answer,) = engine.generate([PROMPTS[0]], GREEDY)
+    assert (answer[0].finish_reason, answer[0].cached_tokens) == ("length", 64)
     engine.close()
 
 
