@@ -66,6 +66,7 @@ class Generation:
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after an output has been added to a sample."""
         self.on_end: Callable[[], None] | None = None
+        """Called when the request has finished, and again when its client disconnects."""
         self.record: Callable[[bytes], None] | None = None
         """Called with each part of the answer's body, if the answer is kept for retries. If None, the request
         ends when its client disconnects."""
@@ -119,15 +120,14 @@ class Generation:
     def client_disconnected(self, error: str = "the client disconnected") -> None:
         """End the request, because its client has disconnected. If the answer is kept for retries, the
         request continues."""
-        if self.record is not None:
-            if self.on_end is not None:
-                # Record the events that were being held back for a slow client.
-                self.on_end()
-            return
-        self.left = True
-        self._drop()
-        self._end()
-        self.settle(CLIENT_DISCONNECTED, error)
+        if self.record is None:
+            self.left = True
+            self._drop()
+            self._end()
+            self.settle(CLIENT_DISCONNECTED, error)
+        if self.on_end is not None:
+            # End the stream or, if the answer is kept, record the events held back for a slow client.
+            self.on_end()
 
     def too_slow(self) -> None:
         """Close the connection, because the client is reading its answer too slowly."""

@@ -159,7 +159,6 @@ class EventStream:
             generation.settle(error.status, error.message)
             generation.client_disconnected()
             self._connection.abort()
-            self._finish()
 
     def _last_event(self) -> bytes:
         failure = self.generation.failure

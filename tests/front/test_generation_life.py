@@ -343,6 +343,22 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(front: Ha
 
 
 @pytest.mark.usefixtures("restore_models")
+def test_a_stream_ends_if_its_client_leaves_after_the_last_token(front: Harness) -> None:
+    front.models = [front.served(max_model_len=1 << 20)]
+    front.reconfigure()
+    front.replica.script = lambda submit, sample: [50]
+    front.replica.burst = 10
+    with connect(front) as slow:
+        fields = {"n": 8, "max_tokens": 500, "logprobs": True, "top_logprobs": 20}
+        send(front, slow, stream=True, ignore_eos=True, **fields)
+        front.wait_for(lambda: len(front.replica.running) == 8)
+        front.wait_for(lambda: not front.replica.running)
+        assert front.report().streams == 1 and not front.settles
+    front.wait_for(lambda: front.report().streams == 0)
+    assert [settle.status for settle in front.settles] == [499]
+
+
+@pytest.mark.usefixtures("restore_models")
 @pytest.mark.parametrize(
     ("fields", "max_held"), [({}, MAX_HELD_OUTPUTS), ({"logprobs": True}, MAX_HELD_LOGPROB_OUTPUTS)]
 )
