@@ -67,7 +67,9 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
     elif isinstance(error, ClientDisconnected):
         sent = request.scope["state"]["connection"].refusal
         if sent is None:
-            refusal = ApiError(CLIENT_DISCONNECTED, "the client disconnected before its request was complete")
+            refusal = ApiError(
+                CLIENT_DISCONNECTED, "the client disconnected before its request was processed"
+            )
         else:
             refusal = ApiError(sent.status, sent.message)  # the server has already sent this error
     else:

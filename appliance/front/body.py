@@ -36,7 +36,7 @@ _BYTES_PER_TOKEN = 8
 
 
 class ClientDisconnected(Exception):
-    """Raised if the client disconnects before the request is complete."""
+    """Raised if the client disconnects before its request is complete or sent to the core."""
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:

@@ -108,14 +108,9 @@ class Generation:
         self.state.active[self.context.request_id] = self
         self.context.admitted = True
         self.context.connection.on_disconnect = self.client_disconnected
-        unpaid = self.context.encoded_tokens
-        if self.context.connection.disconnected:
-            self.client_disconnected()
-        if not self.left:
-            self._ask()
-            unpaid -= self.task.prompt_tokens
+        self._ask()
         self.context.prepared()
-        self.state.charge(self.context, unpaid)
+        self.state.charge(self.context, self.context.encoded_tokens - self.task.prompt_tokens)
 
     def client_disconnected(self, error: str = "the client disconnected") -> None:
         """End the request, because its client has disconnected. If the answer is kept for retries, the

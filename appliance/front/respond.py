@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from appliance.front.answers import answer_steps
 from appliance.front.app_state import AppState
+from appliance.front.body import ClientDisconnected
 from appliance.front.comments import HEAD_DELAY_S, happens_within, send_comments
 from appliance.front.errors import ApiError, internal_error
 from appliance.front.generation import CLIENT_DISCONNECTED, Generation
@@ -44,6 +45,8 @@ class GenerationResponse(Response):
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._run is None and self._context.connection.disconnected:
+            raise ClientDisconnected
         if not self._task.needs_body:
             # The request has been prepared, so its body's memory can be released.
             self._context.body.release()

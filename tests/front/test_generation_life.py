@@ -51,6 +51,17 @@ def test_a_client_that_leaves_is_cancelled_and_settled_once(front: Harness, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_admission_is_logged(front: Harness, stream: bool) -> None:
+    with connect(front) as sock:
+        long = [{"role": "user", "content": "fox " * 300_000}]
+        send(front, sock, stream=stream, messages=long, truncate_prompt_tokens=1)
+    front.wait_for(lambda: bool(front.rejected or front.settles))
+    (rejected,) = front.rejected
+    assert (rejected.status, rejected.model) == (499, MODEL)
+    assert not front.admits and not front.settles and not front.worked
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_queued_withdraws_its_request(front: Harness, stream: bool) -> None:
     front.admit = "hold"
     with connect(front) as sock:
