@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -30,6 +31,9 @@ _LISTED_ON: dict[str, str] = {"request": "requests", "tenant": "tenants", "key":
 An action on another kind can start without a selection."""
 _LISTED_RESULTS = (Alert, DrainStatus, Key, Tenant)
 """Types of results that are not shown in a dialog, because the screens show them."""
+_MAX_READ_S = 1.0
+"""Time that a dialog waits for the lists that describe its target. The console rereads these lists while the
+dialog is open, so the dialog also opens if the service responds late or not at all."""
 _UNCERTAIN = "The service may have performed the action: check before you repeat it"
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
@@ -239,8 +243,10 @@ class ActionRunner:
         async with self._asking:
             self.confirming = action
             try:
-                for name in required_lists(action):
-                    await self._app.read_rows(name)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_MAX_READ_S):
+                        for name in required_lists(action):
+                            await self._app.read_rows(name)
                 return await self._app.push_screen_wait(
                     ActionDialog(
                         action,

@@ -3,6 +3,7 @@ and keys that end the console."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -19,7 +20,7 @@ from console.app import ConsoleApp
 from console.context import Context
 from console.dialogs import ChoiceDialog, TextDialog
 from console.past_dialogs import SliceDialog, TimeDialog
-from console.source import NoAnswerError, SourceError
+from console.source import ListName, NoAnswerError, Row, SourceError
 from console.target_state import state_lines
 from tests.console.frames import session
 from tests.console.pilots import console, opened, press, run, send_key, shown, text_of, until
@@ -175,6 +176,20 @@ def test_a_dialog_whose_action_fails_opens_again_with_the_values_and_the_error()
         dialog.query_one("#confirm", Button).press()
         await until(pilot, lambda: performed[1:] == [CreateTenant(name="new", log_days=30)])
         await until(pilot, lambda: "created" in shown(app) and len(app.screen_stack) == 1)
+
+    run(steps, console(write=True))
+
+
+def test_a_dialog_opens_even_if_the_service_does_not_send_the_list_of_its_targets() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        async def rows(name: ListName) -> list[Row]:
+            await asyncio.Event().wait()
+            return []
+
+        app.source.rows = rows  # type: ignore[method-assign]
+        app.call_later(app.run_line, "tenants suspend mobile")
+        await until(pilot, lambda: opened(app))
+        assert "mobile" in text_of(app.screen, "#title")
 
     run(steps, console(write=True))
 
