@@ -32,11 +32,11 @@ LONG = {
 
 
 class Stream(threading.Thread):
-    """A client that reads one stream until it ends, successfully or not."""
+    """A client that reads one stream until it ends, successfully or not, or until `stop` is set."""
 
-    def __init__(self, running: Service, **options: Any) -> None:
+    def __init__(self, running: Service, stop: threading.Event | None = None, **options: Any) -> None:
         super().__init__(daemon=True)
-        self.running = running
+        self.running, self.stop = running, stop
         self.options = {**LONG, **options}
         self.text = ""
         self.token_ids: list[int] = []
@@ -61,6 +61,8 @@ class Stream(threading.Thread):
                         self.finish_reason = choice.finish_reason or self.finish_reason
                     if len(self.text) > 40:
                         self.begun.set()
+                    if self.stop is not None and self.stop.is_set():
+                        return
         except Exception as error:
             self.error = error
         finally:
@@ -68,9 +70,9 @@ class Stream(threading.Thread):
 
 
 def stream_until(stop: threading.Event, running: Service) -> None:
-    """Read one stream after another."""
+    """Read one stream after another, and disconnect from the last one."""
     while not stop.is_set():
-        Stream(running).join(120)
+        Stream(running, stop).join(120)
 
 
 def gap_of(top: dict[str, float] | None) -> float:
@@ -133,11 +135,11 @@ def both_ready(running: Service) -> bool:
 
 
 @contextmanager
-def unfinished_streams(running: Service, count: int) -> Iterator[list[Stream]]:
+def unfinished_streams(running: Service, count: int, tokens: int = TOKENS) -> Iterator[list[Stream]]:
     """Yield streams that have begun. They cannot end during the block, because the rank is suspended."""
     rank = psutil.Process(running.replica()["pids"][0])
     while True:
-        streams = [Stream(running, max_tokens=TOKENS) for _ in range(count)]
+        streams = [Stream(running, max_tokens=tokens) for _ in range(count)]
         for stream in streams:
             assert stream.begun.wait(120)
         rank.suspend()
@@ -153,14 +155,15 @@ def unfinished_streams(running: Service, count: int) -> Iterator[list[Stream]]:
 
 
 def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
+    tokens = 50
     with service("--tensor-parallel-size", "2") as running:
-        undisturbed = Stream(running, max_tokens=TOKENS)
+        undisturbed = Stream(running, max_tokens=tokens)
         undisturbed.join(180)
         assert undisturbed.finish_reason == "length", undisturbed.error
         for deaths, victim in enumerate((1, 0), start=1):
             pids = running.replica()["pids"]
             assert len(pids) == 2
-            with unfinished_streams(running, 3) as streams:
+            with unfinished_streams(running, 3, tokens) as streams:
                 psutil.Process(pids[victim]).kill()
             wait_exited(pids, 60.0)
             past_problem(running, "demo-0", f"(pid {pids[victim]}) was killed by SIGKILL")
@@ -180,7 +183,7 @@ def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
                 60,
                 "the rows of the resubmitted requests",
             )
-            assert {row["billed_tokens"] for row in rows} == {TOKENS}
+            assert {row["billed_tokens"] for row in rows} == {tokens}
             # The only rendezvous directory left is that of the new ranks.
             assert len(list(running.run_dir.glob("ranks-*"))) == 1
         running.stop()

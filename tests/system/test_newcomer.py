@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import pytest
 
 from tests.checkpoints import write_constant_checkpoint
 from tests.hub.server import HubServer
-from tests.system.commands import run_appliance
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.commands import run_appliance, run_as
+from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
 
@@ -44,22 +43,14 @@ def command(running: Service, *words: str) -> str:
 
 
 def pull(running: Service, hub: HubServer, *words: str) -> str:
-    """Run `appliance models pull` as a new user, and return its output. A new interpreter runs the command,
-    because huggingface_hub reads these variables of the environment when it is imported."""
+    """Run `appliance models pull` as a new user, and return its output."""
     environ = {
         name: value
         for name, value in os.environ.items()
         if name not in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN")
     }
-    done = subprocess.run(
-        [APPLIANCE, "models", "pull", *words, "--run-dir", str(running.run_dir)],
-        env=environ | {"HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1", "HOME": str(running.folder)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environ |= {"HF_ENDPOINT": hub.url, "NO_PROXY": "127.0.0.1", "HOME": str(running.folder)}
+    done = run_as(None, environ, "models", "pull", *words, "--run-dir", running.run_dir)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
