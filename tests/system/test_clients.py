@@ -145,11 +145,12 @@ def test_the_paths_that_clients_probe_first_respond_without_a_key(base: str, key
 def test_bad_words_and_best_of_apply_across_the_death_of_a_replica() -> None:
     """Tokens generated before the replica's death must still be checked against bad words, and must still
     count towards the choice of the best answer."""
-    # Without this list, the answers contain each of these words several times.
+    # Without this list, the answers contain these words. With this seed, other samples are the best if the
+    # first tokens do not count.
     words = ["\nimport", "=", "sys"]
     body = {
         "model": "demo", "prompt": "import ", "max_tokens": 150, "ignore_eos": True, "best_of": 3, "n": 2,
-        "temperature": 1.0, "seed": 3, "bad_words": words, "return_token_ids": True, "user": "tester",
+        "temperature": 1.0, "seed": 19, "bad_words": words, "return_token_ids": True, "user": "tester",
     }  # fmt: skip
     with service() as running, running.http() as http, ThreadPoolExecutor(1) as threads:
         expected = http.post(COMPLETION, json=body).json()["choices"]
