@@ -82,7 +82,7 @@ class Autoscaler:
         """(time, expected demand) pairs from the last `idle_s` seconds. A pair is dropped once a later pair
         has an equal or higher demand."""
         self._since: float | None = None
-        """Time of the first call to `decide`."""
+        """Time of the first call to `decide` since the model was loaded."""
 
     def refuse(self, now: float, reason: str) -> None:
         """Record that no additional replica can be started, and why."""
@@ -91,6 +91,11 @@ class Autoscaler:
     def changed(self, now: float) -> None:
         """Record a change in the number of replicas."""
         self._changed_at, self.refusal = now, ""
+
+    def unloaded(self) -> None:
+        """Record that the model is being unloaded. The load from before then removes no replica later."""
+        self._since = None
+        self._needs.clear()
 
     def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
         """Return the change in the number of replicas that is due, or None. Call this once per second. After

@@ -103,6 +103,7 @@ class ModelScaling:
         enough memory for the replicas that were added."""
         if (scaled := self._units.get(unit)) is not None:
             scaled.replicas = settings.replicas
+            scaled.scaler.unloaded()
 
     def count(self, unit: str, settings: ModelSettings) -> int:
         """Return a model's target number of replicas."""

@@ -126,3 +126,19 @@ def test_new_limits_apply_at_once_and_a_fixed_number_ends_the_scaling() -> None:
         assert world.scaling.status("m", world.settings["m"]) is None
 
     asyncio.run(scenario())
+
+
+def test_no_replica_is_removed_just_after_a_model_was_unloaded_and_loaded_again() -> None:
+    async def scenario() -> None:
+        world = World()
+        world.settings["m"] = ModelSettings(folder="/m", replicas=2, min_replicas=1, max_replicas=3)
+        world.running["m"] = 2
+        await world.advance(10)
+        world.scaling.reset("m", world.settings["m"])
+        world.now += 100.0
+        await world.advance(10)
+        assert world.running["m"] == 2
+        await world.advance(20)
+        assert world.running["m"] == 1
+
+    asyncio.run(scenario())
