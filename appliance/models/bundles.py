@@ -80,6 +80,13 @@ class Bundles:
         for unit in self._times.keys() - self._manager.models.keys():
             del self._times[unit]
             self._host_bytes.pop(unit, None)
+        # New settings or a command may have removed a bundle.
+        self.incomplete = {
+            units for units in self.incomplete if any(self._forms(unit, units) for unit in units)
+        }
+
+    def _forms(self, unit: str, units: tuple[str, ...]) -> bool:
+        return unit in self._manager.models and self.loaded_with(unit) == units
 
     def units(self) -> list[str]:
         """Return all models that accept requests."""

@@ -11,7 +11,7 @@ import pytest
 
 from appliance.models import on_demand
 from appliance.models.load_errors import LoadError
-from appliance.settings import ModelSettings, Settings
+from appliance.settings import GroupSettings, ModelSettings, Settings
 from appliance.traffic.admission_pauses import AdmissionPause
 from tests.models.on_demand_site import Site, optional, play, sleepy
 
@@ -210,5 +210,24 @@ def test_a_drained_version_is_not_forgotten_until_it_accepts_requests_again(tmp_
         assert unit in site.manager.models
         pauses.end(unit)
         await site.until(lambda: unit not in site.manager.models, "the end of the version")
+
+    play(site, scenario)
+
+
+def test_a_group_that_is_removed_during_its_load_leaves_no_work(tmp_path: Path) -> None:
+    models = {"a": optional(), "b": optional()}
+    group = GroupSettings(models=["a", "b"], load="all")
+    site = Site(tmp_path, Settings(models=models, groups={"g": group}))
+    site.manager.capacity = 2
+    site.manager.slow.add("b")
+
+    async def scenario() -> None:
+        site.ask("a")
+        await site.until(lambda: "b" in site.manager.returning, "the load of b")
+        site.settings = Settings(models=models)
+        site.manager.slow.clear()
+        site.answer("a")
+        await site.loaded("b")
+        await site.until(lambda: not site.on_demand._has_work(), "the end of the work")
 
     play(site, scenario)
