@@ -385,11 +385,8 @@ def _check_plan(plan: GemmPlan, rows: int, k: int, block: tuple[int, int] | None
         )
     if plan.tiled:
         check_step(plan.block_k, block)
-        if k % (plan.split * plan.block_k):
-            raise ValueError(
-                f"plan has split {plan.split} and block_k {plan.block_k}; their product must divide "
-                f"{k} columns"
-            )
+    if k % plan.k_divisor:
+        raise ValueError(f"plan has block_k {plan.block_k}; K = {k} is not a multiple of {plan.k_divisor}")
     # With split-K, several tiles of tokens would share their partial sums.
     several = block is not None and plan.form == "dot" and plan.split == 1
     if rows > plan.rows and not several:

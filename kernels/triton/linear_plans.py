@@ -68,6 +68,13 @@ class GemmPlan:
         """Whether each program computes a tile of several tokens. If not, the GEMM cannot share a norm."""
         return self.form in ("dot", "tiles")
 
+    @property
+    def k_divisor(self) -> int:
+        """Number by which K must be divisible, because the kernel has no masks for columns past the last."""
+        if self.form == "gemv":
+            return 1
+        return self.block_k * (self.warps if self.form == "stream" else self.split)
+
 
 @dataclass(frozen=True, slots=True)
 class FusedOps:

@@ -271,9 +271,8 @@ def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
             return f"warps is {plan.warps}; it must be a multiple of 4, and at most block_n / 16"
         if plan.block_k * product.dtype.itemsize < 128:
             return f"block_k is {plan.block_k}; a tile row must have at least 128 bytes"
-    step = {"gemv": 1, "stream": plan.warps * plan.block_k}.get(plan.form, plan.split * plan.block_k)
-    if product.k % step:
-        return f"block_k is {plan.block_k}; k = {product.k} is not a multiple of {step}"
+    if product.k % plan.k_divisor:
+        return f"block_k is {plan.block_k}; k = {product.k} is not a multiple of {plan.k_divisor}"
     if plan.split > 1 and not linear_plans.fits_workspace(plan, product.n):
         return f"split is {plan.split}; its partial sums do not fit into the workspace"
     return None
