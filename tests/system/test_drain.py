@@ -27,7 +27,7 @@ from tests.system.service import APPLIANCE, CALL_TIMEOUT_S, Service, service
 pytestmark = pytest.mark.system
 
 TOKENS = 8
-LONG = 200
+LONG = 30
 NOTICE_S = 15.0
 FRONTS = 2
 PAUSE_S = 0.5
