@@ -1,4 +1,4 @@
-"""Configures Python's garbage collector for a process that runs inference steps."""
+"""Configures Python's garbage collector, to reduce its CPU time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def permanent_objects() -> Iterator[None]:
 def settle_garbage() -> None:
     """Reduce the cost of garbage collection. Call once, after the model is loaded.
 
-    `gc.freeze` excludes the objects created during loading, which are permanent. The
-    thresholds are raised, because the defaults cause a collection every few steps, and with a thousand
-    running sequences each collection takes 30 ms. Objects created in a step are freed by reference counting,
-    so they need no collections.
+    `gc.freeze` excludes the objects created during loading, which are permanent. The thresholds are raised,
+    because the defaults cause a collection every few steps, and with a thousand running sequences each
+    collection takes 30 ms. Objects created in a step are freed by reference counting, so they need no
+    collections.
     """
     gc.collect()
     gc.freeze()

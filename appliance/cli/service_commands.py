@@ -3,7 +3,6 @@ of this package, are loaded on demand."""
 
 from __future__ import annotations
 
-import gc
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from appliance.cli import serve_options
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 from appliance.protocol import LogLevel
+from engine.garbage import permanent_objects
 
 commands = typer.Typer()
 
@@ -38,13 +38,10 @@ def serve(
 ) -> None:
     """Run the service in the foreground until Ctrl-C or SIGTERM."""
     options = locals()
-    # The objects that imports create are permanent, so exempt them from garbage collection.
-    gc.disable()
-    from appliance.core.process import run
-    from appliance.settings import Flags
+    with permanent_objects():
+        from appliance.core.process import run
+        from appliance.settings import Flags
 
-    gc.freeze()
-    gc.enable()
     raise typer.Exit(run(Flags(models=options.pop("model") or [], **options)))
 
 

@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 
+from engine.garbage import permanent_objects
+
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
 """Nice value of front processes. A value above 0 gives the core and replicas priority, even when clients keep
@@ -44,18 +46,15 @@ def main() -> int:
     # from starting more threads, one per CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-    # The objects that imports create are permanent, so exempt them from garbage collection.
-    gc.disable()
-    import msgspec
-    import uvloop
+    with permanent_objects():
+        import msgspec
+        import uvloop
 
-    from appliance.front.process import run_front
-    from appliance.host.logs import configure_logging
-    from appliance.protocol import LogLevel
-    from engine.client import return_freed_memory, return_memory_periodically
+        from appliance.front.process import run_front
+        from appliance.host.logs import configure_logging
+        from appliance.protocol import LogLevel
+        from engine.client import return_freed_memory, return_memory_periodically
 
-    gc.freeze()
-    gc.enable()
     return_freed_memory()
     return_memory_periodically()
     configure_logging(msgspec.convert(arguments.log_level, LogLevel), arguments.name)
