@@ -269,8 +269,7 @@ class ReplicaGroup:
     def _exited(self, rank: _Rank) -> None:
         asyncio.get_running_loop().remove_reader(rank.pidfd)
         # The channel may still contain the rank's last message, a Fatal message.
-        for message in rank.channel.read():
-            self._on_message(rank.rank, message)
+        rank.channel.deliver()
         rank.returncode = rank.process.wait()
         os.close(rank.pidfd)
         rank.channel.close()

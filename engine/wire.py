@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 Inbound = TypeVar("Inbound")
 
@@ -75,7 +78,7 @@ class Channel(Generic[Inbound]):
         self._out_bytes = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._writing = False
-        self._on_message: Callable[[Inbound], None] | None = None
+        self._on_message: Callable[[Inbound], None] = lambda message: None
         self._on_close: Callable[[], None] | None = None
         self.closed = False
         """Whether the channel was closed: by the peer, by a protocol violation, or by `close`."""
@@ -224,11 +227,17 @@ class Channel(Generic[Inbound]):
         self._loop.add_reader(self._sock.fileno(), self._readable)
         self._watch_writable(bool(self._out))
 
-    def _readable(self) -> None:
-        messages = self.read()
-        if self._on_message is not None:
-            for message in messages:
+    def deliver(self) -> None:
+        """Pass the complete messages that have arrived to `on_message`. An error that it raises for a message
+        is logged, and the messages that follow are delivered, because they may belong to other requests."""
+        for message in self.read():
+            try:
                 self._on_message(message)
+            except Exception:
+                log.exception("failed to process a message of type %s", type(message).__name__)
+
+    def _readable(self) -> None:
+        self.deliver()
         if self.closed:
             self._notify_close()
 

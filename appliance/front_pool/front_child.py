@@ -33,7 +33,7 @@ class FrontChild:
         the reason for its exit. If OSError is raised, everything opened so far has been released."""
         self.kill_reason = ""
         """Why the process is being killed, or an empty string if it is not."""
-        self._on_message, self._on_exit = on_message, on_exit
+        self._on_exit = on_exit
         self._memory_kills = count_memory_kills()
         with contextlib.ExitStack() as undo:
             ours, theirs = socketpair()
@@ -79,8 +79,7 @@ class FrontChild:
     def _exited(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         # The channel may still contain messages sent by the process before it exited.
-        for message in self.channel.read():
-            self._on_message(message)
+        self.channel.deliver()
         self.channel.close()
         self.channel.release_fds()
         self._log.finish()

@@ -98,6 +98,26 @@ def test_messages_written_before_the_end_are_read_before_the_end_of_file() -> No
     assert asyncio.run(scenario()) == ["last words", "closed"]
 
 
+def test_an_error_of_a_callback_loses_neither_the_next_messages_nor_the_end_of_file() -> None:
+    async def scenario() -> list[int]:
+        left, right = make_pair()
+        delivered: list[int] = []
+        done = asyncio.Event()
+
+        def take(message: Both) -> None:
+            assert isinstance(message, Parcel)
+            delivered.append(message.label // message.label)
+
+        right.listen(take, done.set)
+        for label in (1, 0, 1):
+            left.send(Parcel(label))
+        left.close()
+        await asyncio.wait_for(done.wait(), 60)
+        return delivered
+
+    assert asyncio.run(scenario()) == [1, 1]
+
+
 def test_messages_beyond_the_socket_buffer_are_queued_and_delivered_later() -> None:
     left, right = make_pair()
     texts = [f"{number}" * 50_000 for number in range(100)]
