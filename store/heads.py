@@ -232,12 +232,15 @@ class HeadKeeper:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file and sync it to disk. If this fails, remove the partial line and raise
-    OSError."""
+    """Append a line to a file and sync it to disk. If this fails, remove the partial line and raise OSError.
+    A partial last line, left by a crash, is ended first, because it could hide the new line."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o640), "rb+", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
             data = line.encode() + b"\n"
+            if end:
+                file.seek(end - 1)
+                data = (b"" if file.read(1) == b"\n" else b"\n") + data
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())

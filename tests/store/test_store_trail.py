@@ -173,6 +173,15 @@ def test_neither_a_complete_chain_nor_a_head_of_another_key_causes_a_report_of_m
     assert "ends at row" not in caplog.text
 
 
+@pytest.mark.parametrize("length", [100, 231])
+def test_a_head_after_a_partial_line_is_found(tmp_path, length):
+    path, key = tmp_path / "audit.heads", heads.SigningKey(b"secret")
+    first, second = (key.sign_head(Head(seq, "a" * 64), "2026-01-01T00:00:00+00:00") for seq in (1, 2))
+    path.write_text(first.line[:length])
+    heads.append_line(path, second.line)
+    assert list(heads_in(path.read_text().splitlines()))[-1] == second
+
+
 def test_a_forged_head_is_detected_by_its_signature(tmp_path):
     fill(tmp_path)
     newest = evidence.read_audit_head(tmp_path / "control.db")
