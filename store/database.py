@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -116,10 +116,15 @@ class WritableDatabase:
     def _copy_to(self, copy: Path, progress: Callable[[], None]) -> None:
         copy.unlink(missing_ok=True)
         os.close(_create(copy, self._mode))
-        with closing(sqlite3.connect(copy)) as target:
-            self.connection.backup(target, pages=_COPIED_PAGES, progress=lambda *_: progress())
-            target.execute("PRAGMA journal_mode=DELETE").fetchone()
-        sync(copy)
+        try:
+            with closing(sqlite3.connect(copy)) as target:
+                self.connection.backup(target, pages=_COPIED_PAGES, progress=lambda *_: progress())
+                target.execute("PRAGMA journal_mode=DELETE").fetchone()
+            sync(copy)
+        except BaseException:
+            with suppress(OSError):
+                copy.unlink()  # A full disk needs the space.
+            raise
 
     def _move_aside(self) -> str:
         """Rename the file that another program has put at the path and return its new name. Also remove the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sqlite3
 from contextlib import closing
@@ -65,6 +66,21 @@ def test_a_restored_file_that_cannot_be_opened_at_once_is_opened_later(writer, m
     assert writer.flush(60)
     assert not failures and numbers(writer.path) == list(range(101))
     assert [one.name for one in writer.path.parent.glob("*restored*")] == []
+
+
+def test_a_partial_restored_file_is_removed_if_the_disk_is_full(writer):
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer.close()
+    opened = database.WritableDatabase(writer.path, NOTES, "NORMAL")
+    writer.path.unlink()
+    with pytest.raises(StorageFaultError):
+        opened.write_back(fail)
+    assert list(writer.path.parent.glob("*restored*")) == []
+    opened.write_back(lambda: None)
+    opened.abandon()
+    assert numbers(writer.path) == list(range(100))
 
 
 def test_an_idle_writer_notices_a_deleted_file_too(writer, eventually):
