@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from appliance.alert_rules import BUILT_IN
 from appliance.monitoring.alerts.evaluation import Evaluator
 from appliance.monitoring.alerts.manager import AlertManager
@@ -167,6 +169,30 @@ def test_an_earlier_alert_whose_end_was_not_stored_is_ended_at_the_next_start() 
     manager.restore(rows, [])
     assert [(row.id, row.ended_at) for row in saved] == [("first", 50.0)]
     assert [alert.id for alert in manager.list()] == ["second"]
+
+
+@pytest.mark.parametrize("scope", ["", '[["GPU", 1]]'])
+def test_an_alert_with_a_damaged_scope_is_ended_at_the_next_start(scope: str) -> None:
+    saved: list[AlertRow] = []
+    log: Any = SimpleNamespace(save=saved.append)
+    manager = AlertManager(BUILT_IN, log, SimpleNamespace(send=lambda event, alert: None), lambda: 50.0)
+    texts = dict.fromkeys(("description", "cause", "remedy"), "")
+    rows = [
+        AlertRow(
+            id=rule,
+            rule=rule,
+            severity="critical",
+            subject="GPU 1",
+            since=1.0,
+            raised_at=1.0,
+            scope=stored,
+            **texts,
+        )
+        for rule, stored in (("gpu-xid", scope), ("gpu-hot", '[["GPU", "1"]]'))
+    ]
+    manager.restore(rows, [])
+    assert [(row.id, row.ended_at) for row in saved] == [("gpu-xid", 50.0)]
+    assert [alert.id for alert in manager.list()] == ["gpu-hot"]
 
 
 def test_an_alert_that_came_before_its_cause_is_suppressed() -> None:

@@ -17,6 +17,7 @@ import msgspec
 from appliance.alert_rules import AlertRule
 from appliance.history.reader import SHOWN_ENDED_S, alert_at
 from appliance.monitoring.alerts.evaluation import Evaluator, Raised, Transition
+from appliance.monitoring.alerts.selection import Scope
 from appliance.snapshot import Alert, AlertEvent
 from store.alerts import AlertLog, AlertRow
 from store.samples import TelemetrySample
@@ -58,14 +59,21 @@ class AlertManager:
     def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
         """Restore alerts and silences from the service's previous run. `alerts` are sorted by the time at
         which they were raised. Suppressed alerts are ended; they are raised again if their conditions still
-        hold. If the end of an earlier alert about the same subject was not stored, that alert is ended."""
+        hold. Alerts with a damaged scope are ended in the same way. If the end of an earlier alert about the
+        same subject was not stored, that alert is ended."""
         lasting = []
         newest = {(row.rule, row.subject): row.id for row in alerts}
         for row in alerts:
-            if row.suppressed_by or row.id != newest[row.rule, row.subject]:
+            is_ended = bool(row.suppressed_by) or row.id != newest[row.rule, row.subject]
+            objects: Scope = frozenset()
+            try:
+                objects = frozenset(msgspec.json.decode(row.scope, type=list[tuple[str, str]]))
+            except msgspec.DecodeError as error:
+                log.error("alert %s is ended because its scope %r is damaged: %s", row.id, row.scope, error)
+                is_ended = True
+            if is_ended:
                 self._log.save(msgspec.structs.replace(row, ended_at=self._clock()))
                 continue
-            objects = frozenset(msgspec.json.decode(row.scope, type=list[tuple[str, str]]))
             lasting.append(Raised(**msgspec.structs.asdict(row), objects=objects))
         self._evaluator.restore(lasting)
         self._silences = {silence.id: silence for silence in silences}
