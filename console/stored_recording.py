@@ -141,10 +141,16 @@ def file_recording(path: Path) -> StoredRecording:
     read."""
     try:
         past = FilePast(path)
-        begin = None if past.facts is None else float(past.facts["since"])
-        return StoredRecording(past, begin)
     except PastError as error:
         raise SourceError(str(error)) from error
+    since = None if past.facts is None else past.facts.get("since", "missing")
+    try:
+        return StoredRecording(past, None if since is None else float(since))
+    except ValueError as error:
+        past.close()
+        raise SourceError(
+            f"{path} has no valid start time (since: {since}): export it again with appliance history export"
+        ) from error
 
 
 async def _in_thread(read: Callable[[], Answer]) -> Answer:

@@ -280,6 +280,19 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path, content: byte
         file_recording(tmp_path / "missing.db")
 
 
+@pytest.mark.parametrize("change", ["DELETE FROM incident", "UPDATE incident SET value = 'x'"])
+def test_an_incident_file_without_a_valid_start_time_is_refused(
+    incident: Path, tmp_path: Path, change: str
+) -> None:
+    path = tmp_path / "incident.db"
+    shutil.copy(incident, path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"{change} WHERE name = 'since'")
+        connection.commit()
+    with pytest.raises(SourceError, match=r"incident\.db has no valid start time .*: export it again"):
+        file_recording(path)
+
+
 @pytest.mark.parametrize(
     ("change", "list_name"),
     [
