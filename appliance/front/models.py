@@ -48,7 +48,7 @@ class LoadedModel:
 async def load_model(served: ServedModel) -> LoadedModel:
     """Read the tokenizer and chat template. This takes about two seconds for a vocabulary of 128 k tokens.
     Raises TokenizerFilesError if a file is missing or invalid. Unexpected contents can also cause any other
-    exception, even a Rust panic (a BaseException)."""
+    exception."""
     tokenizer, template = await asyncio.to_thread(_read_model, served)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
@@ -64,7 +64,7 @@ def _files(served: ServedModel) -> tuple[str, str | None, str]:
     return served.folder, served.chat_template, served.version
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: Exception) -> str:
     """Describe an error that prevented a model from being loaded. Characters that UTF-8 cannot encode are
     escaped."""
     text = str(error)
@@ -162,9 +162,7 @@ class Catalog:
                     models[model.name] = LoadedModel(model, known.tokenizer, known.template)
                 else:
                     models[model.name] = await load_model(model)
-            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # `Exception` would not catch a panic in the Rust extension.
+            except Exception as error:
                 broken[model.name] = reason = _reason(error)
                 if self.problems.get(model.name) != reason:
                     foreseen = isinstance(error, TokenizerFilesError)

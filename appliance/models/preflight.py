@@ -115,9 +115,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
     except TokenizerFilesError as error:
         yield _problem(error.cause, error.remedy)
         return
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic in the Rust extension is not an `Exception`
+    except Exception as error:
         text = str(error).encode(errors="backslashreplace").decode()
         yield _problem(
             f"the model's files in {folder} cannot be read ({type(error).__name__}: {text:.500})",

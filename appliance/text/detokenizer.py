@@ -9,6 +9,7 @@ from typing import Protocol
 
 import tokenizers
 
+from appliance.text.panics import panics_as_errors
 from appliance.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
@@ -152,5 +153,6 @@ class WindowDetokenizer:
             emitted = emitted.rstrip(REPLACEMENT)
         return text[len(emitted) :]
 
+    @panics_as_errors
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=self._skip) if ids else ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from appliance.background import TimeBudgets
+from appliance.text.panics import panics_as_errors
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -202,6 +203,7 @@ class WorkPool:
             ) from None
 
 
+@panics_as_errors
 def _step(steps: Generator[None, None, Any]) -> tuple[bool, Any]:
     try:
         next(steps)

@@ -12,6 +12,7 @@ from appliance.text.cuts import longest_token_bytes
 from appliance.text.detokenizer import REPLACEMENT, Detokenizer, TableDetokenizer, WindowDetokenizer
 from appliance.text.encoder import Encoder, Steps
 from appliance.text.fair_queue import run_steps
+from appliance.text.panics import panics_as_errors
 from appliance.text.stop import StopMatcher, StopSet
 from appliance.text.stream import TextStream
 from appliance.text.token_table import TokenTable, build_token_table, id_to_token
@@ -60,6 +61,7 @@ class Tokenizer:
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
+    @panics_as_errors
     def load(cls, folder: Path | str) -> Tokenizer:
         """Read `tokenizer.json` and the files next to it. This takes about 1 s for a vocabulary of 128 k
         tokens. Raises `TokenizerFilesError` if a file is missing or invalid; the message names the file and

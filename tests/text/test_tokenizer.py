@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from appliance.settings import demo_model_folder
@@ -148,6 +148,18 @@ def test_a_lone_surrogate_is_refused_with_its_position(loaded, text):
     with pytest.raises(LoneSurrogateError, match="at character 2") as caught:
         loaded["byte_level"].encode_blocking(text)
     assert caught.value.position == 2
+
+
+def test_a_panic_of_the_tokenizers_library_is_an_ordinary_exception(tmp_path):
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(?:x+x+)+y"), "isolated")
+    backend.decoder = decoders.Strip("e", 1, 1)
+    tokenizer = Tokenizer.load(write_model(tmp_path, backend))
+    with pytest.raises(RuntimeError, match="retry-limit-in-match"):
+        tokenizer.encode_blocking("x" * 5000)
+    stream = tokenizer.stream()
+    with pytest.raises(RuntimeError, match="slice index"):
+        stream.push(tokenizer.encode_blocking("e"))
 
 
 def test_several_texts_give_the_same_ids_as_each_by_itself(loaded):
