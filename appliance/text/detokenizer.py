@@ -9,7 +9,7 @@ from typing import Protocol
 
 import tokenizers
 
-from appliance.text.panics import panics_as_errors
+from appliance.text.panics import raise_panic
 from appliance.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
@@ -153,6 +153,9 @@ class WindowDetokenizer:
             emitted = emitted.rstrip(REPLACEMENT)
         return text[len(emitted) :]
 
-    @panics_as_errors
     def _decode(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=self._skip) if ids else ""
+        try:
+            return self._backend.decode(ids, skip_special_tokens=self._skip) if ids else ""
+        except BaseException as error:
+            raise_panic(error)
+            raise

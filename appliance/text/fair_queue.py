@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from appliance.background import TimeBudgets
-from appliance.text.panics import panics_as_errors
+from appliance.text.panics import raise_panic
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -203,12 +203,14 @@ class WorkPool:
             ) from None
 
 
-@panics_as_errors
 def _step(steps: Generator[None, None, Any]) -> tuple[bool, Any]:
     try:
         next(steps)
     except StopIteration as end:
         return True, end.value
+    except BaseException as error:
+        raise_panic(error)
+        raise
     return False, None
 
 

@@ -12,7 +12,7 @@ from appliance.text.cuts import longest_token_bytes
 from appliance.text.detokenizer import REPLACEMENT, Detokenizer, TableDetokenizer, WindowDetokenizer
 from appliance.text.encoder import Encoder, Steps
 from appliance.text.fair_queue import run_steps
-from appliance.text.panics import panics_as_errors
+from appliance.text.panics import raise_panic
 from appliance.text.stop import StopMatcher, StopSet
 from appliance.text.stream import TextStream
 from appliance.text.token_table import TokenTable, build_token_table, id_to_token
@@ -61,7 +61,6 @@ class Tokenizer:
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
-    @panics_as_errors
     def load(cls, folder: Path | str) -> Tokenizer:
         """Read `tokenizer.json` and the files next to it. This takes about 1 s for a vocabulary of 128 k
         tokens. Raises `TokenizerFilesError` if a file is missing or invalid; the message names the file and
@@ -81,14 +80,18 @@ class Tokenizer:
                 "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             )
         try:
-            backend = tokenizers.Tokenizer.from_buffer(read_regular_file(path, MAX_JSON_BYTES))
-        except Exception as error:  # The tokenizers library raises plain `Exception`.
-            raise TokenizerFilesError(f"{path} is not a valid tokenizer file ({error})") from error
-        backend.no_truncation()
-        backend.no_padding()
-        files = read_tokenizer_files(folder)
-        _add_declared_tokens(backend, files, folder / "tokenizer_config.json")
-        return cls(backend, files)
+            try:
+                backend = tokenizers.Tokenizer.from_buffer(read_regular_file(path, MAX_JSON_BYTES))
+            except Exception as error:  # The tokenizers library raises plain `Exception`.
+                raise TokenizerFilesError(f"{path} is not a valid tokenizer file ({error})") from error
+            backend.no_truncation()
+            backend.no_padding()
+            files = read_tokenizer_files(folder)
+            _add_declared_tokens(backend, files, folder / "tokenizer_config.json")
+            return cls(backend, files)
+        except BaseException as error:
+            raise_panic(error)
+            raise
 
     def encode_steps(
         self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
