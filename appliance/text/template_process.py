@@ -193,7 +193,11 @@ class TemplateProcess:
             raise ChatTemplateError(_CLOSED)
         began = time.monotonic()
         child = self._child = _Child(self._background)
-        await child.ask(self._compile)
+        try:
+            await child.ask(self._compile)
+        except ChatTemplateError:
+            child.kill()  # It cannot render. The next conversation starts a new process.
+            raise
         log.info("compiled the chat templates in %.2f s", time.monotonic() - began)
         return child
 

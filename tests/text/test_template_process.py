@@ -11,7 +11,7 @@ import pytest
 
 from appliance.text.fair_queue import TooMuchWorkError
 from appliance.text.template_files import MAX_TEMPLATE_BYTES
-from appliance.text.template_messages import ChatTemplateError, TemplateBoundError
+from appliance.text.template_messages import ChatTemplateError, Compile, TemplateBoundError
 from appliance.text.template_process import TemplateProcess
 from appliance.text.tokenizer_files import TokenizerFilesError
 from tests.text.conftest import TEMPLATE
@@ -200,6 +200,22 @@ def test_the_process_is_restarted_when_it_dies_and_ends_with_its_owner() -> None
         return await process.render("a", USER)
 
     assert with_process(TEMPLATE, killed).startswith("<s>")
+    assert have_ended(workers())
+
+
+def test_every_conversation_gets_the_reason_why_a_restarted_process_could_not_compile() -> None:
+    async def killed(process: TemplateProcess) -> None:
+        await process.compile()
+        workers()[0].kill()
+        while process._child is not None and not process._child.closed:
+            await asyncio.sleep(0.01)
+        process._compile = Compile({"default": "{% if %}"}, NAMES, 60.0)
+        for _ in range(2):
+            with pytest.raises(ChatTemplateError, match="not valid Jinja2"):
+                await process.render("a", USER)
+        assert not process.bounds_exceeded
+
+    with_process(TEMPLATE, killed)
     assert have_ended(workers())
 
 
