@@ -3,6 +3,7 @@ core."""
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 import time
@@ -31,6 +32,8 @@ from engine.rank_messages import (
 from engine.sleeping import SleepControl
 from engine.step_forecast import StepForecast
 from engine.wire import Channel
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 """Interval, in seconds, between reports while no step is running."""
@@ -119,11 +122,7 @@ class LeaderLoop:
         for message in self._control.read():
             match message:
                 case Attach(front):
-                    channel: Channel[DataInbound] = Channel(
-                        socket.socket(fileno=self._control.take_fd()), DataInbound
-                    )
-                    self._fronts[front] = channel
-                    self._register(channel, partial(self._read_front, front))
+                    self._attach(front)
                 case CancelSequences(request_id):
                     self._scheduler.cancel_request(request_id)
                 case Sleep():
@@ -134,6 +133,21 @@ class LeaderLoop:
                     self._survey.request()
                 case Stop():
                     self._stopping = True
+
+    def _attach(self, front: str) -> None:
+        """Receive the channel to a front process. If the kernel has dropped the channel's descriptor, report
+        the front as disconnected, so that the core restarts it."""
+        try:
+            sock = socket.socket(fileno=self._control.take_fd())
+        except LookupError:
+            log.error(
+                "too many open files to open the channel to %s: raise the open file limit (ulimit -n)", front
+            )
+            self._disconnected_fronts.append(front)
+            return
+        channel: Channel[DataInbound] = Channel(sock, DataInbound)
+        self._fronts[front] = channel
+        self._register(channel, partial(self._read_front, front))
 
     def _read_front(self, front: str) -> None:
         channel = self._fronts[front]

@@ -222,6 +222,16 @@ def test_a_protocol_violation_disconnects_only_that_front() -> None:
     served.stop()
 
 
+def test_an_attach_message_without_its_descriptor_disconnects_only_that_front() -> None:
+    served = Served()
+    served.core.send(Attach("front-0"))
+    assert served.wait_for(lambda report: report.disconnected_fronts).disconnected_fronts == ["front-0"]
+    well: Channel[Any] = Channel(served.attach("front-1"), StepFrame)
+    well.send(submit(1, 5))
+    served.wait_for(lambda report: report.finished)
+    served.stop()
+
+
 def test_while_steps_run_reports_are_more_frequent_than_gateways_require(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
