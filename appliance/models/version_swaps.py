@@ -7,7 +7,6 @@ is loaded.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -105,7 +104,7 @@ class VersionSwaps:
         log.info("unloading %s before another version of %s is loaded", old, name)
         self._routing.held.add(name)
         try:
-            await asyncio.wait([self._operations.begin_unload(former, grace_s)])
+            await self._operations.unload(former, grace_s)
             try:
                 await self._operations.load(wanted)
                 await commit()

@@ -459,3 +459,27 @@ def test_the_files_of_a_pruned_version_are_no_longer_watched(world: World) -> No
         assert not world.operations._watches and not world.routing.failures
 
     run(scenario)
+
+
+def test_a_swap_without_enough_memory_unloads_a_former_default_that_is_asleep(world: World) -> None:
+    async def scenario() -> None:
+        world.registry.add_version(
+            actor="test",
+            model="chat",
+            folder=str(world.folders[0]),
+            files=read_manifest(str(world.folders[0])),
+            settings={},
+        ).result(WITHIN_S)
+        weights = {"chat@1": 50.0, "chat@2": 50.0}
+        world.registry.set_split(actor="test", name="chat", weights=weights).result(WITHIN_S)
+        for number in (1, 2):
+            await world.operations.load(world.version(number))
+        await world.operations.sleep(world.version(1), WITHIN_S)
+        await world.make_default(3)
+        assert world.unit == "chat@3" and not world.operations.asleep
+        assert world.manager.history[-2:] == ["unload chat@1", "load chat@3"]
+        world.manager.capacity = 3
+        await world.operations.load(world.version(1))
+        assert world.manager.history[-1] == "load chat@1"
+
+    run(scenario)
