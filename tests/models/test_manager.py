@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from appliance.models.fit import MemoryShortage
 from appliance.models.manager import ModelManager
 from appliance.settings import ModelSettings, Settings
 from tests.models.on_demand_site import served
@@ -119,3 +120,19 @@ def test_gpus_are_not_read_on_the_event_loop(started: Started, monkeypatch: pyte
     monkeypatch.setattr(started.manager._placement, "choose", choose)
     asyncio.run(started.manager.shortage(ModelSettings(folder="/no/such/folder", device="cpu")))
     assert len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
+def test_a_load_checks_the_memory_of_all_replicas_that_it_starts(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def shortage_beside(model: ModelSettings, chosen: object, count: int, **others: object) -> MemoryShortage:
+        counts.append(count)
+        return MemoryShortage()
+
+    monkeypatch.setattr("appliance.models.manager.shortage_beside", shortage_beside)
+    for replicas, least, most in ((2, 1, 4), (1, 2, 4), (3, 1, 2), (3, None, None)):
+        settings = ModelSettings(folder="/m", replicas=replicas, min_replicas=least, max_replicas=most)
+        asyncio.run(started.manager.shortage(settings))
+    assert counts == [2, 2, 2, 3]
