@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from appliance.background import Background, wait_until
+from appliance.background import Background, Timer, wait_until
 from appliance.models.bundles import Bundles
 from appliance.models.fit import MemoryShortage
 from appliance.models.front_routes import FrontRoutes
@@ -97,6 +97,8 @@ class OnDemand:
         """Tasks that load models at the request of operators."""
         self._changing = asyncio.Lock()
         """A lock that is held while a model is being loaded or unloaded."""
+        self._retries: dict[str, Timer] = {}
+        """For each model in `Routing.problems`, the timer of its next load attempt."""
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
         operations.on_repair = self._repaired
@@ -427,12 +429,13 @@ class OnDemand:
         if unit in self._requests.state.models:
             self._requests.fail_model(unit, explanation)
         self._fronts.publish_configuration()
-        asyncio.get_running_loop().call_later(_RETRY_S, self._forgive, unit)
+        self._retries.setdefault(unit, Timer()).start(_RETRY_S, lambda: self._forgive(unit))
 
     def _forgive(self, unit: str) -> None:
         """Resume accepting requests for the model after a failed load."""
         if self._routing.problems.pop(unit, None) is None:
             return
+        self._retries.pop(unit).stop()
         if unit in self._requests.state.models and not self._manager.failure(unit):
             self._requests.recover_model(unit)
         self._fronts.publish_configuration()

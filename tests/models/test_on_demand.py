@@ -117,6 +117,24 @@ def test_a_failed_load_refuses_requests_for_a_while_and_is_then_tried_again(
     play(site, scenario)
 
 
+def test_a_second_failure_refuses_requests_for_the_whole_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand, "_RETRY_S", 0.5)
+    site = Site(tmp_path, Settings())
+
+    async def scenario() -> None:
+        await site.operations.introduce(site.version(1))
+        site.on_demand._fail("chat@1", "the weights are broken")
+        await asyncio.sleep(0.3)
+        site.on_demand._repaired("chat@1")
+        site.on_demand._fail("chat@1", "the weights are broken again")
+        await site.until(lambda: len(site.requests.refused_s) == 2, "the end of the refusals")
+        assert site.requests.refused_s[1] > 0.49
+
+    play(site, scenario)
+
+
 @pytest.mark.parametrize("by_command", [True, False])
 def test_a_change_of_its_files_ends_the_failure_of_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_command: bool
