@@ -443,8 +443,8 @@ class ModelOperations:
 
     async def wake(self, record: VersionRecord) -> None:
         """Restore a sleeping version's memory and return when every front can send requests to it. A version
-        that is going to sleep is kept awake. Raises MemoryShortageError if there is not enough memory, and
-        LoadError for other problems. If waking fails, the version stays asleep."""
+        that is going to sleep is kept awake. Raises MemoryShortageError if there is not enough memory; the
+        version then stays asleep. Raises LoadError for other problems; the version is then unloaded."""
         unit = record.unit
         if (sleeping := self.sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)

@@ -20,7 +20,7 @@ from appliance.models.replica_blocks import BlockUseReader
 from appliance.models.replica_events import ReplicaEvents
 from appliance.models.replica_heartbeat import ReplicaHeartbeat
 from appliance.models.replica_resources import ReplicaResources
-from appliance.models.replica_sleep import ReplicaSleep
+from appliance.models.replica_sleep import KILLED_WITHIN_S, ReplicaSleep
 from appliance.models.restarts import Exit, Restart, Restarts, StartTimer, Watch
 from appliance.models.start_checks import StartChecks
 from appliance.models.step_totals import StepTotals
@@ -34,9 +34,6 @@ from engine.rank_messages import BlockUse, Fatal, MemoryChanged, Progress, RankO
 log = logging.getLogger(__name__)
 
 _AFTER_FATAL_S = 5.0
-_KILLED_WITHIN_S = 30.0
-"""Time limit for processes to exit after SIGKILL. A process waiting for a device or disk (process state D)
-may take longer."""
 _SLEEP_WITHIN_S = 120.0
 """Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, a replica with 15
 GiB of weights took 3.43 s to go to sleep the first time (docs/performance.md), so the limit is enough for
@@ -200,21 +197,21 @@ class Replica:
         """Stop the replica permanently.
 
         A replica that is not ready is killed, because it has no requests and does not read messages while
-        loading. If its processes do not exit even when killed, return after `_KILLED_WITHIN_S`.
+        loading. If its processes do not exit even when killed, return after `KILLED_WITHIN_S`.
         """
         self._stopping = True
         self._next_start.stop()
         if self.group is not None:
             grace_s = grace_s if self.account is not None else 0.0
             try:
-                async with asyncio.timeout(grace_s + _KILLED_WITHIN_S):
+                async with asyncio.timeout(grace_s + KILLED_WITHIN_S):
                     await self.group.stop(grace_s)
             except TimeoutError:
                 log.error(
                     "%s: not all of its processes (%s) have exited %.0f s after they were killed",
                     self.name,
                     _join(self.group.pids if self.group is not None else []),
-                    _KILLED_WITHIN_S,
+                    KILLED_WITHIN_S,
                 )
                 if self.account is not None:
                     # Its requests continue on other replicas. The exit may be reported much later, or never.
@@ -236,14 +233,12 @@ class Replica:
 
     async def wake(self) -> str:
         """Restore a sleeping replica's memory. If its processes have exited, restart them without waiting for
-        the model to load. If the replica stays asleep, return the reason."""
+        the model to load. If the replica stays asleep because of too little memory, return the reason."""
         if not self.sleeping.asleep:
             return ""
         if self.group is None:
-            if changed := await self._checks.find_change(self.model, self.settings, self.load_timeout_s):
-                return changed
-            self.sleeping.asleep = False
-            self.start()
+            self.sleeping.asleep, self.state = False, "restarting"
+            await self._start_unless(self._checks.find_change)
             return ""
         return await self.sleeping.change(self.group, False, self.load_timeout_s)
 

@@ -9,6 +9,10 @@ from appliance.quantities import of_bytes
 from engine.client import ReplicaGroup
 from engine.rank_messages import MemoryChanged
 
+KILLED_WITHIN_S = 30.0
+"""Time limit for processes to exit after SIGKILL. A process waiting for a device or disk (process state D)
+may take longer."""
+
 
 class ReplicaSleep:
     """Puts a replica's processes to sleep or wakes them. All methods must be called on the event loop
@@ -49,14 +53,16 @@ class ReplicaSleep:
 
     async def change(self, group: ReplicaGroup, asleep: bool, timeout_s: float) -> str:
         """Put the replica to sleep if `asleep` is true; otherwise, wake it. Return the reason if this fails,
-        otherwise an empty string. A replica that does not answer within `timeout_s` is killed."""
-        self._pending = asyncio.get_running_loop().create_future()
+        otherwise an empty string. A replica that does not answer within `timeout_s` is killed, and this
+        method waits for its exit for up to `KILLED_WITHIN_S`."""
+        pending = self._pending = asyncio.get_running_loop().create_future()
         try:
             group.change_memory(asleep)
-            async with asyncio.timeout(timeout_s):
-                return (await self._pending).problem
-        except TimeoutError:
+            await asyncio.wait([pending], timeout=timeout_s)
+            if pending.done():
+                return pending.result().problem
             group.kill(problem := f"it did not {'go to sleep' if asleep else 'wake'} within {timeout_s:g} s")
+            await asyncio.wait([pending], timeout=KILLED_WITHIN_S)
             return problem
         finally:
             self._pending = None

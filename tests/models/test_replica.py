@@ -172,7 +172,7 @@ def test_a_replica_whose_files_have_changed_is_not_restarted_until_they_are_rest
 def test_a_replica_whose_processes_survive_sigkill_stops_within_a_bound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("appliance.models.replica._KILLED_WITHIN_S", 0.05)
+    monkeypatch.setattr("appliance.models.replica.KILLED_WITHIN_S", 0.05)
 
     async def scenario() -> None:
         simulated = Simulated()
@@ -230,7 +230,7 @@ def test_a_replica_is_refused_if_the_disk_does_not_respond_and_starts_when_it_do
 def test_the_requests_of_a_replica_that_cannot_be_killed_are_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replica_module, "_KILLED_WITHIN_S", 0.01)
+    monkeypatch.setattr(replica_module, "KILLED_WITHIN_S", 0.01)
 
     async def scenario() -> None:
         simulated, exits = Simulated(), list[str]()
