@@ -242,6 +242,14 @@ class Replica:
             return ""
         return await self.sleeping.change(self.group, False, self.load_timeout_s)
 
+    def stop_until_woken(self, reason: str) -> None:
+        """Treat an awake replica as asleep and kill its processes. They are restarted when the replica is
+        woken."""
+        self._next_start.stop()
+        self.sleeping.asleep, self.state = True, "stopped"
+        self.failure, self.bad_checkpoint, self.failed_starts = "", False, 0
+        self.kill(reason)
+
     def refuse(self, problem: str) -> None:
         """Keep the replica stopped because of a problem with its model's files. The files are rechecked
         regularly, and the replica is started once they are correct."""

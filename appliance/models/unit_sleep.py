@@ -41,15 +41,19 @@ class UnitSleep:
 
     async def wake(self, unit: str) -> str:
         """Restore the memory of the model's replicas. A replica whose processes have exited is reloaded;
-        `ModelManager.loaded` returns whether all replicas are ready. If any replica cannot be woken, all of
-        them stay asleep, and the reason is returned."""
+        `ModelManager.loaded` returns whether all replicas are ready. If there is not enough memory to wake
+        one of the replicas, all of them stay asleep, and the reason is returned."""
         replicas = self._replicas_of(unit)
         problems = await asyncio.gather(*(replica.wake() for replica in replicas))
         asleep = [
             reason for reason, replica in zip(problems, replicas, strict=True) if replica.sleeping.asleep
         ]
         if asleep:
-            await asyncio.gather(*(replica.sleep() for replica in replicas if not replica.sleeping.asleep))
+            awake = [replica for replica in replicas if not replica.sleeping.asleep]
+            problems = await asyncio.gather(*(replica.sleep() for replica in awake))
+            for replica, problem in zip(awake, problems, strict=True):
+                if problem:
+                    replica.stop_until_woken(f"{asleep[0]}, and {problem}")
             return asleep[0]
         for replica in replicas:
             replica.sleeping.begun = False

@@ -14,7 +14,7 @@ from appliance.models.routing import Routing
 from appliance.settings import ModelSettings
 from tests.models.on_demand_site import served
 from tests.models.test_operations import SimulatedFronts, World
-from tests.models.test_park_asleep import Site, run, site  # noqa: F401
+from tests.models.test_park_asleep import GpuProcesses, Site, run, site  # noqa: F401
 
 WITHIN_S = 60.0
 
@@ -93,5 +93,44 @@ def test_a_version_that_does_not_wake_in_time_is_reloaded(
         await sleeper.operations.wake(sleeper.version)
         assert sleeper.manager.loaded("chat@1") and len(sleeper.launches) == 4
         assert sleeper.replicas[0].restarts == 1
+
+    play(site, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("first_replica", ["exited in its sleep", "exits", "stays awake"])
+def test_if_one_replica_cannot_wake_another_one_that_cannot_sleep_again_is_stopped(
+    site: Site,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first_replica: str,
+) -> None:
+    async def scenario(sleeper: Sleeper) -> None:
+        (first, second), ready = sleeper.processes, GpuProcesses.ready
+        if first_replica == "exited in its sleep":
+            first.kill("killed by SIGKILL")
+            monkeypatch.setattr(GpuProcesses, "ready", lambda processes: None)  # its load takes long
+        else:
+            second.slow = True
+        first.slow = first_replica == "exits"
+        second.problem = "no device memory"
+        waking = asyncio.ensure_future(sleeper.operations.wake(sleeper.version))
+        await site.until(lambda: second.asked == [True, False])
+        if first_replica == "exits":
+            first.kill("killed by SIGKILL")
+        elif first_replica == "stays awake":
+            first.problem = "no host memory"
+        if second.slow:
+            second.slow = False
+            second.finish()
+        with pytest.raises(MemoryShortageError, match="chat@1 stays asleep: no device memory"):
+            await waking
+        await asyncio.sleep(0.3)  # longer than the delay of a restart
+        assert sleeper.operations.asleep == {"chat@1"}
+        assert [one.operator_state for one in sleeper.replicas] == ["sleeping", "sleeping"]
+        assert sleeper.replicas[0].group is None
+        second.problem = ""
+        monkeypatch.setattr(GpuProcesses, "ready", ready)
+        await sleeper.operations.wake(sleeper.version)
+        assert sleeper.manager.loaded("chat@1")
 
     play(site, tmp_path, scenario)
