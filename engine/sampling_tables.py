@@ -4,6 +4,7 @@ device itself updates only the penalty counts and the recent tokens compared wit
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -111,6 +112,8 @@ class SamplingTables:
         """Penalty counts: [count rows, vocabulary] int32. A count is 2 × (occurrences in the output) + (1 if
         the token occurs in the prompt). The tensor is None if no slot has penalties."""
         self._count_row_of: dict[int, int] = {}
+        self._free_count_rows = list(range(max_num_seqs))
+        """A heap, because using the lowest rows first keeps the tensor of counts small."""
         self._bias: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._stops: dict[int, torch.Tensor] = {}
         self._excluded: dict[int, torch.Tensor] = {}
@@ -207,7 +210,8 @@ class SamplingTables:
     def _set_up_counts(self, setups: list[SlotSetup]) -> None:
         for setup in setups:
             for slot, _ in setup.members:
-                self._count_row_of.pop(slot, None)
+                if slot in self._count_row_of:
+                    heapq.heappush(self._free_count_rows, self._count_row_of.pop(slot))
         penalised = [setup for setup in setups if setup.sampling.penalised]
         if not penalised and not self._count_row_of:
             self.counts = None
@@ -237,9 +241,7 @@ class SamplingTables:
         self._recent[slots] = upload(recent, self.device)
 
     def _take_count_row(self, slot: int) -> int:
-        used = set(self._count_row_of.values())
-        row = next(row for row in range(self.max_num_seqs) if row not in used)
-        self._count_row_of[slot] = row
+        row = self._count_row_of[slot] = heapq.heappop(self._free_count_rows)
         held = 0 if self.counts is None else self.counts.shape[0]
         if row >= held:
             grown = min(max(2 * held, row + 1), self.max_num_seqs)
