@@ -168,8 +168,9 @@ class _Group(Ranks):
         return stack
 
     def abandon(self, reason: str) -> None:
+        is_aborting = bool(self._failure_reason)
         super().abandon(reason)
-        if self._dist.get_backend() != "nccl":
+        if is_aborting or self._dist.get_backend() != "nccl":
             return  # gloo detects a peer's exit by itself
 
         # Abort on a separate thread, because the call can block: it waits for running NCCL kernels, which

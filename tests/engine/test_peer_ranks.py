@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,19 @@ def test_the_predicted_bytes_of_the_overlap_are_those_of_its_buffers(
     buffers = overlap._memory.stages[0], overlap._memory.gathered[0], overlap._parts
     assert overlap_bytes(config, "bfloat16", size, tokens) == sum(buffer.nbytes for buffer in buffers)
     assert overlap_bytes(config, "bfloat16", 1, tokens) == overlap_bytes(config, "bfloat16", size, 4095) == 0
+
+
+def test_the_collectives_of_a_group_are_aborted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborts: list[bool] = []
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(parallel._Group, "_abort", lambda group: aborts.append(True))
+    group = parallel._Group(2, 0)
+    for reason in ("rank 1 has exited", "a consequence"):
+        group.abandon(reason)
+    for thread in threading.enumerate():
+        if thread.name == "abort-collectives":
+            thread.join()
+    assert len(aborts) == 1
 
 
 def test_messages_larger_than_the_arena_are_refused() -> None:
