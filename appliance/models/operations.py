@@ -476,6 +476,7 @@ class ModelOperations:
                     self.note_failure(record, str(error))
                 raise
         self.asleep.discard(unit)
+        self.forget_failure(unit)
         self._routing.usable.add(unit)
         await self._store_loaded(record, True)
         log.info("%s is awake", unit)

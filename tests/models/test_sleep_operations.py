@@ -163,3 +163,14 @@ def test_a_version_that_is_waking_sleeps_afterwards(world: World) -> None:
         assert world.manager.history[1:] == ["sleep chat@1", "wake chat@1", "sleep chat@1"]
 
     run(scenario)
+
+
+def test_a_version_that_is_awake_has_not_failed(world: World) -> None:
+    async def scenario() -> None:
+        await world.operations.load(world.version(1))
+        await world.operations.sleep(world.version(1), WITHIN_S)
+        world.operations.note_failure(world.version(1), "it must not be loaded together with another model")
+        await world.operations.wake(world.version(1))
+        assert world.routing.answers("chat@1") and world.routing.routes()[0].listed
+
+    run(scenario)
