@@ -428,8 +428,8 @@ class ModelOperations:
             if not await self._manager.stay_asleep(unit):
                 if self._manager.is_parked(unit):
                     raise not_loaded(unit)
-                if problem := await self._manager.sleeping.sleep(unit):
-                    await self._manager.sleeping.wake(unit)
+                problem = await self._manager.sleeping.sleep(unit)
+                if problem and not await self._manager.sleeping.wake(unit):
                     raise LoadError(f"{unit} stays awake: {problem}")
         except BaseException:
             self._routing.usable.add(unit)

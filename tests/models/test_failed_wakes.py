@@ -134,3 +134,24 @@ def test_if_one_replica_cannot_wake_another_one_that_cannot_sleep_again_is_stopp
         assert sleeper.manager.loaded("chat@1")
 
     play(site, tmp_path, scenario)
+
+
+def test_a_version_is_asleep_if_one_replica_cannot_sleep_and_another_one_cannot_be_woken_again(
+    site: Site,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    async def scenario(sleeper: Sleeper) -> None:
+        first, second = sleeper.processes
+        await sleeper.operations.wake(sleeper.version)
+        second.slow = True
+        sleeping = asyncio.ensure_future(sleeper.operations.sleep(sleeper.version, WITHIN_S))
+        await site.until(lambda: second.asked == [True, False, True])
+        first.problem, second.problem, second.slow = "no device memory", "no host memory", False
+        second.finish()
+        await sleeping
+        assert sleeper.operations.asleep == {"chat@1"}
+        first.problem = ""
+        await sleeper.operations.wake(sleeper.version)
+        assert sleeper.manager.loaded("chat@1")
+
+    play(site, tmp_path, scenario)

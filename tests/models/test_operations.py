@@ -45,14 +45,21 @@ class SimulatedManager:
         self.sleeping = self
         self.stuck = ""
         """The reason why units cannot sleep or wake; empty if they can."""
+        self._released: set[str] = set()
+        """Units that have released their memory."""
 
     async def sleep(self, unit: str) -> str:
         self.history.append(f"sleep {unit}")
+        if not self.stuck:
+            self._released.add(unit)
         return self.stuck
 
     async def wake(self, unit: str) -> str:
         self.history.append(f"wake {unit}")
-        return self.stuck
+        if self.stuck and unit in self._released:
+            return self.stuck
+        self._released.discard(unit)
+        return ""
 
     def load(self, unit: ServedModel, settings: ModelSettings) -> None:
         self.models[unit.name] = unit
