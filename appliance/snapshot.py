@@ -275,6 +275,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     name: str
     uuid: str = ""
+    error: str = ""
+    """Reason why the GPU cannot be read, such as "GPU is lost". Its name and measurements are unknown."""
     unsupported: list[str] = []
     """Names of the fields that are None because the GPU or its driver does not support them."""
     replicas: list[str] = []

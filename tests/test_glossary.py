@@ -97,6 +97,7 @@ ALLOWED = {
     "*what_if*": "what-if analysis is the field's term for the simulated effect of a change",
     "*WhatIf*": "what-if analysis",
     "_WHAT_IF": "what-if analysis",
+    "NVML_ERROR_GPU_IS_LOST": "a constant of NVML",
     "NoSuchProcess": "an exception of psutil",
     "connection_lost": "a method of asyncio.Protocol",
     "max_rows": "rows of tables on screen and of matrices",

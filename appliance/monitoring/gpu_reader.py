@@ -3,6 +3,7 @@ not report are None. `Gpu.unsupported` names the fields that NVML reports as uns
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from appliance.models.gpus import mig_instances
 from appliance.snapshot import Gpu, GpuProcess, MigInstance
+
+log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -63,7 +66,8 @@ class GpuReader:
         """Reason why the GPUs could not be read; empty on machines without an NVIDIA driver."""
 
     def read(self) -> list[Gpu]:
-        """Return all GPUs' measurements, in NVML's order."""
+        """Return all GPUs' measurements, in NVML's order. A GPU that cannot be read has an error. If no GPU
+        can be read, return an empty list."""
         nvml = self._nvml
         if self._clock() < self._retry_at:
             return []
@@ -73,12 +77,23 @@ class GpuReader:
                 self._open = True
                 self._register_events()
             self._read_events()
-            gpus = [self._gpu(number) for number in range(nvml.nvmlDeviceGetCount())]
+            gpus, errors = [], []
+            for number in range(nvml.nvmlDeviceGetCount()):
+                try:
+                    gpus.append(self._gpu(number))
+                except Exception as error:
+                    errors.append(error)
+                    reason = str(error) or repr(error)
+                    gpus.append(Gpu(number=number, name="", error=reason, last_xid=self._xids.get(number)))
+            if errors and len(errors) == len(gpus):
+                raise errors[0]  # The driver is not responding.
             self.error = ""
             return gpus
-        except nvml.NVMLError as error:
+        except Exception as error:
+            if not isinstance(error, nvml.NVMLError):
+                log.exception("failed to read the GPUs")
             absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
-            self.error = "" if error.value in absent else str(error)
+            self.error = "" if getattr(error, "value", None) in absent else str(error) or repr(error)
             self.close()
             self._retry_at = self._clock() + _RETRY_S
             return []
@@ -100,10 +115,12 @@ class GpuReader:
 
         def known(names: str, read: Callable[..., Value], *arguments: Any) -> Value | None:
             """Return the value that `read` returns, or None if NVML does not report it. `names` lists the GPU
-            fields that are computed from this value."""
+            fields that are computed from this value. Raises NVMLError if the GPU is lost."""
             try:
                 return read(*arguments)
             except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+                    raise
                 if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:
                     unsupported.extend(names.split())
                 return None
@@ -180,8 +197,8 @@ class GpuReader:
         if self._events is None:
             return
         for number in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(number)
             try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(number)
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
             except nvml.NVMLError as error:
                 if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:

@@ -153,7 +153,13 @@ ENGINE: dict[str, Explanation] = {
         "MIG mode, so MIG is shown instead.",
         "gpus: mig_instances",
     ),
-    "model_name": Explanation("NAME", "", "", "GPU product name.", "NVML name"),
+    "model_name": Explanation(
+        "NAME, ERR",
+        "",
+        NOW,
+        "GPU product name. If the GPU cannot be read, its use is shown as ERR and its name as the reason.",
+        "NVML name; gpus: error",
+    ),
     "memory_parts": Explanation(
         "weights, KV cache, other, free",
         "bytes",

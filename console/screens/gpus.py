@@ -42,6 +42,11 @@ def _text(name: str, form: Callable[[Any], str]) -> Callable[[Gpu], str]:
     return lambda gpu: gpu_text(gpu, form(getattr(gpu, name)), name)
 
 
+def _name(gpu: Gpu) -> str:
+    """Return the GPU's name, or the reason why the GPU cannot be read."""
+    return gpu.error or gpu.name
+
+
 def _plain(value: int | None) -> str:
     return units.UNKNOWN if value is None else f"{value}"
 
@@ -153,7 +158,7 @@ class GpusView(TableView[Gpu]):
         TableColumn(
             "replicas", "REPLICAS", 16, lambda g: ", ".join(g.replicas) or "-", right=False, flexible=True
         ),
-        TableColumn("name", "NAME", 14, lambda g: g.name, right=False, drop=7, role=lambda g: "dim"),
+        TableColumn("name", "NAME", 14, _name, right=False, drop=7, role=lambda g: "dim"),
     )
     explanations = (
         *(column.name for column in columns if column.name not in ("replicas", "name")),
@@ -172,7 +177,7 @@ class GpusView(TableView[Gpu]):
         return super().render(context, width, height)
 
     def title_of(self, row: Gpu) -> str:
-        return f"GPU {row.number}: {row.name}"
+        return f"GPU {row.number}: {_name(row)}"
 
     def below(self, rows: list[Gpu], context: Context, width: int, height: int) -> list[Line]:
         if not rows or height < len(rows) + 3:
@@ -198,7 +203,7 @@ class GpusView(TableView[Gpu]):
             _text(name, units.count)(row) for name in ("ecc_uncorrected", "ecc_corrected")
         )
         facts = (
-            ("name", row.name),
+            ("name", _name(row)),
             ("uuid", row.uuid or units.UNKNOWN),
             ("replicas", ", ".join(row.replicas) or "none"),
             ("kernel time", kernel_time(row)),

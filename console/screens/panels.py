@@ -265,6 +265,8 @@ def gpu_text(gpu: Gpu, text: str, *names: str) -> str:
 def kernel_time(gpu: Gpu) -> str:
     """Format the share of time during which a kernel was running. NVML does not report it for GPUs in MIG
     mode."""
+    if gpu.error:
+        return "ERR"
     if gpu.utilization_percent is None and gpu.mig_instances is not None:
         return "MIG"
     use = units.ratio(gpu.utilization_percent, 100)

@@ -1,11 +1,11 @@
-"""Tests of GPUs that are split into MIG instances, rendered as lines without a terminal."""
+"""Tests of GPUs that are lost or split into MIG instances, rendered as lines without a terminal."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from appliance.snapshot import MigInstance
+from appliance.snapshot import Gpu, MigInstance
 from console.lines import plain
 from console.session import ConsoleSession
 from tests.console.frames import SIZES, session
@@ -25,6 +25,33 @@ def split(*instances: MigInstance) -> ConsoleSession:
     )
     made.accept(msgspec.structs.replace(snapshot, gpus=[first, *others]))
     return made
+
+
+def with_failed_gpu() -> ConsoleSession:
+    """Return a session in which the first GPU is lost."""
+    made = session()
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    gpus = [Gpu(number=0, name="", error="GPU is lost"), *snapshot.gpus[1:]]
+    made.accept(msgspec.structs.replace(snapshot, gpus=gpus))
+    return made
+
+
+@pytest.mark.parametrize("size", [*SIZES, (59, 17)])
+def test_the_row_of_a_lost_gpu_says_so(size: tuple[int, int]) -> None:
+    made = with_failed_gpu()
+    for screen in ("gpus", "overview"):
+        made.run(f"screen {screen}")
+        assert any(" ERR " in plain(row) for row in made.lines(*size)), screen
+
+
+def test_the_details_of_a_lost_gpu_give_the_reason() -> None:
+    made = with_failed_gpu()
+    made.run("screen gpus")
+    made.lines(120, 40)
+    made.run("open")
+    text = " ".join("\n".join(plain(row) for row in made.lines(120, 40)).split())
+    assert "name GPU is lost" in text and "kernel time ERR" in text
 
 
 @pytest.mark.parametrize("size", [*SIZES, (59, 17)])

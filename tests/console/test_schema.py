@@ -47,7 +47,7 @@ _ONLY_IN_SOME_STATES = (
         "models[].replicas[].remedy",
     ),
     *("models[].replicas[].prefix_cache_hit_rate", "requests[].deadline_left_s", "requests[].peer"),
-    *("tenants[].exhausted_in_s", "drains[].eta_s", "gpus[].mig_instances"),
+    *("tenants[].exhausted_in_s", "drains[].eta_s", "gpus[].mig_instances", "gpus[].error"),
 )
 """Fields that have a value only in service states that the demo does not simulate."""
 _MACHINE = (

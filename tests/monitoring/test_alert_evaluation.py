@@ -275,5 +275,5 @@ def test_rules_that_explain_each_other_are_found() -> None:
 def _everything() -> dict[str, Any]:
     tree = quiet_service()
     tree["current_problems"] = [{"where": "audit", "description": "x", "remedy": "y"}]
-    tree["gpus"][0]["throttle_reasons"] = ["power brake"]
+    tree["gpus"][0].update(throttle_reasons=["power brake"], error="GPU is lost")
     return tree

@@ -143,6 +143,23 @@ def test_an_xid_error_explains_the_death_of_the_replica_on_its_gpu() -> None:
     assert found[0].alert.cause == "GPU 1 reported Xid 79 at the same time"
 
 
+def test_a_lost_gpu_explains_its_replica_and_no_other_replica() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        if second >= 10:
+            tree["gpus"][1].update(last_xid=79, error="GPU is lost")
+        kill(tree, second, 11, 100, one=1)
+        kill(tree, second, 150, 200, one=0)
+
+    found = [one for one in evaluate(BUILT_IN, history(180, change)) if one.alert.ended_at is None]
+    assert [summary(one)[1:] for one in found] == [
+        ("raised", "gpu-xid", "GPU 1"),
+        ("suppressed", "gpu-xid", "GPU 1"),
+        ("raised", "gpu-failed", "GPU 1"),
+        ("raised", "replica-down", "model-0-0"),
+    ]
+    assert found[2].alert.description == "GPU 1 cannot be read: GPU is lost"
+
+
 def test_reduced_clocks_are_the_cause_of_slow_tokens_but_not_of_the_alerts_of_their_gpu() -> None:
     def change(second: int, tree: dict[str, Any]) -> None:
         if second >= 100:

@@ -3,7 +3,9 @@ machine may have no GPU."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +13,15 @@ import pytest
 
 from appliance.admin import snapshots
 from appliance.admin.snapshots import TenantChoice, with_replicas
+from appliance.monitoring import machine_reader
 from appliance.monitoring.burn_rates import BurnRates
 from appliance.monitoring.ended import MAX_KEPT, EndedRequests
 from appliance.monitoring.gpu_reader import GpuReader
+from appliance.monitoring.host import HostReader, ServiceProcess
+from appliance.monitoring.machine_reader import MachineStats
 from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus
 from appliance.protocol.status import Status
-from appliance.snapshot import Gpu, GpuProcess, MigInstance
+from appliance.snapshot import Gpu, GpuProcess, Host, MigInstance
 from store.requests import RequestRow
 
 
@@ -30,7 +35,10 @@ class FakeDriver:
     class Unknown(NVMLError):
         value = 999
 
-    NVML_ERROR_NOT_SUPPORTED = 3
+    class OffBus(NVMLError):
+        value = 15
+
+    NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_GPU_IS_LOST = 3, 15
     NVML_ERROR_LIBRARY_NOT_FOUND = NVML_ERROR_DRIVER_NOT_LOADED = 99
     NVML_SUCCESS, NVML_VOLATILE_ECC = 0, 0
     NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
@@ -95,7 +103,7 @@ class FakeDriver:
 
 _LINKS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
 _NOT_FROM_NVML = (
-    *("number", "name", "unsupported", "replicas", "weight_bytes", "kv_bytes"),
+    *("number", "name", "error", "unsupported", "replicas", "weight_bytes", "kv_bytes"),
     "mig_instances",
 )
 """Fields whose values do not come from optional NVML functions."""
@@ -148,6 +156,93 @@ def test_values_that_a_gpu_does_not_support_differ_from_values_that_cannot_be_re
     assert first.power_w == 250.0 and first.last_xid == 0
     assert second.power_w is None
     assert set(second.unsupported) == unsupported | {"last_xid"}
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo"])
+@pytest.mark.parametrize("fails_at_start", [True, False])
+def test_a_lost_gpu_is_reported_and_leaves_the_others_visible(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, function: str, fails_at_start: bool
+) -> None:
+    reader, normal = reader_of(driver), getattr(driver, function)
+
+    def fail(number: int) -> Any:
+        if number == 1:
+            raise driver.OffBus("GPU is lost")
+        return normal(number)
+
+    if not fails_at_start:
+        assert [gpu.error for gpu in reader.read()] == ["", ""]
+    monkeypatch.setattr(driver, function, fail, raising=False)
+    first, second = reader.read()
+    assert (first.name, first.error, first.power_w) == ("NVIDIA H200", "", 250.0)
+    assert (second.number, second.error, second.power_w) == (1, "GPU is lost", None)
+    assert reader.error == ""
+    monkeypatch.setattr(driver, function, normal)
+    assert [gpu.error for gpu in reader.read()] == ["", ""]
+
+
+def test_a_driver_that_fails_for_all_gpus_is_read_again_later(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = reader_of(driver)
+
+    def fail(number: int) -> int:
+        raise driver.Unknown("Unknown Error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "nvmlDeviceGetHandleByIndex", fail)
+        assert (reader.read(), reader.error) == ([], "Unknown Error")
+    assert reader.read() == []
+    driver.now += 60.0
+    assert (len(reader.read()), reader.error) == (2, "")
+
+
+def test_an_unexpected_error_of_the_gpus_is_logged_and_the_host_stays_visible(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(reader: GpuReader, number: int) -> Gpu:
+        raise ValueError("the name is not text")
+
+    driver = FakeDriver()
+    monkeypatch.setattr(GpuReader, "_gpu", fail)
+    monkeypatch.setattr(machine_reader, "GpuReader", lambda: reader_of(driver))
+    [stats] = machine_stats(monkeypatch, 1)
+    assert stats.host.memory_bytes and stats.gpu_error == "the name is not text"
+    assert [record.message for record in caplog.records] == ["failed to read the GPUs"]
+
+
+def test_a_failed_read_of_the_host_is_logged_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, results = HostReader.read, [True, False, False, True]
+
+    def sometimes(reader: HostReader, processes: list[ServiceProcess]) -> Host:
+        if not results.pop(0):
+            raise ValueError("/proc/meminfo has another format")
+        return read(reader, processes)
+
+    monkeypatch.setattr(HostReader, "read", sometimes)
+    monkeypatch.setattr(machine_reader, "GpuReader", lambda: reader_of(FakeDriver()))
+    found = machine_stats(monkeypatch, 4)
+    assert [stats.host.memory_bytes is not None for stats in found] == [True, False, False, True]
+    assert [record.message for record in caplog.records] == ["failed to read the machine's load"]
+
+
+def machine_stats(monkeypatch: pytest.MonkeyPatch, reads: int) -> list[MachineStats]:
+    """Return the results of consecutive reads."""
+    monkeypatch.setattr(machine_reader, "_EVERY_S", -1.0)
+
+    async def read() -> list[MachineStats]:
+        found = []
+        with ThreadPoolExecutor(1) as threads:
+            reader = machine_reader.MachineReader(threads)
+            for _ in range(reads + 1):
+                found.append(reader.stats("/", []))
+                assert reader._reading is not None
+                await asyncio.wait([reader._reading])
+        return found[1:]
+
+    return asyncio.run(read())
 
 
 def usage(used: int) -> list[LimitUsage]:
