@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from appliance.channel.identity import Identity
 from appliance.channel.served_models import Route, ServedModel
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 _CLOSE_AFTER_S = 60.0
 _CHECK_CLIENT_S = 1.0
 """Interval, in seconds, at which a request waiting for a model checks that its client is still connected."""
+_RETRY_UNCHANGED_S = 60.0
+"""Interval, in seconds, at which a model is loaded again that could not be loaded and whose files have not
+changed."""
+_TEXT_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
 _MAX_REASON_CHARACTERS = 1000
 
 
@@ -64,6 +69,21 @@ def _files(served: ServedModel) -> tuple[str, str | None, str]:
     return served.folder, served.chat_template, served.version
 
 
+def _file_state(served: ServedModel) -> set[object]:
+    """Return values that change when one of the model's tokenizer or chat template files changes."""
+    folder = Path(served.folder)
+    state: set[object] = {_files(served)}
+    with contextlib.suppress(OSError, ValueError):
+        paths = {path for pattern in _TEXT_FILES for path in folder.glob(pattern)}
+        if served.chat_template is not None:
+            paths.add(Path(served.chat_template))
+        for path in paths:
+            if path.exists():
+                status = path.stat()
+                state.add((path, status.st_ino, status.st_size, status.st_ctime_ns))
+    return state
+
+
 def _reason(error: Exception) -> str:
     """Describe an error that prevented a model from being loaded. Characters that UTF-8 cannot encode are
     escaped."""
@@ -89,6 +109,9 @@ class Catalog:
         self._models: dict[str, LoadedModel] = {}
         self.problems: dict[str, str] = {}
         """Models that cannot be used, each with the reason."""
+        self._failed: dict[str, tuple[set[object], float]] = {}
+        """For each of these models: the state of its files when it could not be loaded, and when to load it
+        again if they do not change."""
         self._routes: dict[str, Route] = {}
         self._served: list[ServedModel] = []
         self._changed = asyncio.Event()
@@ -152,17 +175,26 @@ class Catalog:
 
     async def replace(self, served: list[ServedModel]) -> None:
         """Load the models in `served` and drop all others. The previous models stay in use until the new ones
-        are loaded."""
+        are loaded. A model that could not be loaded is loaded again when one of its files has changed, or
+        after `_RETRY_UNCHANGED_S` seconds, because the cause may not have been a file."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
+        failed: dict[str, tuple[set[object], float]] = {}
+        loop = asyncio.get_running_loop()
         for model in served:
             known = self._models.get(model.name)
+            if known is not None and _files(known.served) == _files(model):
+                models[model.name] = LoadedModel(model, known.tokenizer, known.template)
+                continue
+            state = await asyncio.to_thread(_file_state, model)
+            former, retry_at = self._failed.get(model.name, (None, 0.0))
+            if state == former and loop.time() < retry_at:
+                broken[model.name], failed[model.name] = self.problems[model.name], (former, retry_at)
+                continue
             try:
-                if known is not None and _files(known.served) == _files(model):
-                    models[model.name] = LoadedModel(model, known.tokenizer, known.template)
-                else:
-                    models[model.name] = await load_model(model)
+                models[model.name] = await load_model(model)
             except Exception as error:
+                failed[model.name] = state, loop.time() + _RETRY_UNCHANGED_S
                 broken[model.name] = reason = _reason(error)
                 if self.problems.get(model.name) != reason:
                     foreseen = isinstance(error, TokenizerFilesError)
@@ -171,8 +203,8 @@ class Catalog:
         for old in self._models.values():
             if old.template not in kept:
                 # Requests that started with the previous model may still need its templates.
-                asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
-        self._models, self.problems, self._served = models, broken, served
+                loop.call_later(_CLOSE_AFTER_S, old.template.close)
+        self._models, self.problems, self._failed, self._served = models, broken, failed, served
         self._wake_waiting()
 
     def _wake_waiting(self) -> None:

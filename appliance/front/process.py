@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
 _MEND_EVERY_S = 5.0
-"""Interval, in seconds, at which the front retries loading models whose files could not be read."""
+"""Interval, in seconds, at which the front looks for changes to the files of models that could not be
+loaded."""
 _ERROR_EVENT_GRACE_S = 1.0
 """Time, in seconds, allowed after the grace period for sending error events to the clients of unfinished
 requests."""
