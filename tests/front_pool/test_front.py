@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import resource
+import select
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable
@@ -127,6 +128,27 @@ def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
         front.check()
         await front.ended()
         assert "it was not ready" in front.last_error and front.state == "restarting"
+        front.begin_stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_an_exit_is_noticed_even_if_the_last_messages_cannot_be_processed() -> None:
+    class Failing(Events):
+        def front_available(self, front: Front) -> None:
+            raise RuntimeError("this message cannot be processed")
+
+    async def scenario() -> None:
+        events: Any = Failing()
+        front = Front(0, events, hang_timeout_s=600, load_timeout_s=600, module="tests.core.fake_front")
+        front.start()
+        child = front._child
+        assert child is not None
+        select.select([child.channel], [], [], 60)
+        child.kill("by the test")
+        select.select([child._pidfd], [], [], 60)
+        child._exited()
+        assert front.state == "restarting" and "by the test" in front.last_error
         front.begin_stop(0.0)
 
     asyncio.run(scenario())
