@@ -170,10 +170,11 @@ class ModelOperations:
         return task
 
     async def _hold_until(self, task: asyncio.Task[None], record: VersionRecord) -> None:
-        """Wait for a task that makes a version usable. If the version is its model's default version or a
-        target of the model's split, requests for the model wait in the meantime. Raises the task's exception,
-        or LoadError if the task is cancelled."""
+        """Forget that a version has failed, and wait for a task that makes it usable. If the version is its
+        model's default version or a target of the model's split, requests for the model wait in the meantime.
+        Raises the task's exception, or LoadError if the task is cancelled."""
         registry, unit = self._registry.current, record.unit
+        self.forget_failure(unit)
         split = registry.splits.get(record.model)
         answers = registry.models[record.model].default_version == record.version or (
             split is not None and unit in split.weights
@@ -199,7 +200,6 @@ class ModelOperations:
 
     async def _load(self, record: VersionRecord) -> None:
         unit = record.unit
-        self.forget_failure(unit)
         settings = self.settings_of(record.folder, record.settings)
         try:
             async with self._one_at_a_time:
@@ -476,7 +476,6 @@ class ModelOperations:
                     self.note_failure(record, str(error))
                 raise
         self.asleep.discard(unit)
-        self.forget_failure(unit)
         self._routing.usable.add(unit)
         await self._store_loaded(record, True)
         log.info("%s is awake", unit)
