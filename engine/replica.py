@@ -216,7 +216,7 @@ def _await_start(control: Channel[RankInbound]) -> Start:
         if control.violation:
             log.error("the core sent an invalid message: %s", control.violation)
             sys.exit(1)
-        if control.closed:
+        if control.closed or any(isinstance(message, Stop) for message in messages):
             os._exit(0)
         for message in messages:
             if isinstance(message, Start):

@@ -455,6 +455,21 @@ def test_nothing_is_imported_from_the_working_directory(
     asyncio.run(scenario())
 
 
+def test_a_replica_that_is_stopped_while_it_starts_exits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec = ReplicaSpec(replica="m-0", model_path=str(tmp_path), load_format="dummy", device="cpu", threads=1)
+
+    async def scenario() -> None:
+        watched = Watched()
+        with forked_ranks():
+            group = ReplicaGroup.launch(spec, watched.on_message, watched.end.set_result)
+        async with asyncio.timeout(60):
+            await group.stop(600.0)
+        assert watched.end.result() == "stopped" and not watched.fatal
+
+    asyncio.run(scenario())
+
+
 def test_ranks_ignore_sigint_and_sigterm(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with replica(tmp_path, tensor_parallel_size=2) as watched:
