@@ -97,8 +97,8 @@ DEFECTS = (
         "databases",
         "a deleted database is not noticed",
         "store/writer.py",
-        "elif description := self._database.displaced():",
-        'elif description := "":',
+        "(description := self._database.displaced())",
+        '(description := "")',
         "deleted_databases",
     ),
     Defect(
