@@ -4,7 +4,6 @@ one end of a channel."""
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import signal
@@ -12,8 +11,8 @@ import socket
 import sys
 
 from engine.garbage import permanent_objects
+from engine.parent_death import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 NICENESS = 5
 """Nice value of front processes. A value above 0 gives the core and replicas priority, even when clients keep
 every CPU busy."""
@@ -21,7 +20,8 @@ every CPU busy."""
 
 def main() -> int:
     """Run a front process until it stops and return its exit status."""
-    parent = os.getppid()
+    # If the core has already exited, the closed channel reveals that.
+    die_with_parent(os.getppid())
     parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
     parser.add_argument(
         "--channel", type=int, required=True, help="file descriptor of the channel to the core"
@@ -33,10 +33,6 @@ def main() -> int:
         help="minimum level of log messages: debug, info, warning or error (default: info)",
     )
     arguments = parser.parse_args()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        # The core exited before `PR_SET_PDEATHSIG` took effect.
-        return 0
     # The core stops a front by sending StopFront or closing the channel. Ignore signals sent to the process
     # group (Ctrl-C, systemd's SIGTERM): they would cut off streams that the core lets finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
