@@ -381,12 +381,11 @@ class ModelManager:
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load the model
         others = [replica.settings for replica in self.replicas if not replica.sleeping.asleep]
-        least, most = settings.replica_range()
         return await asyncio.to_thread(
             lambda: shortage_beside(
                 settings,
                 self._placement.choose(settings.tensor_parallel_size),
-                min(max(settings.replicas, least), most) if count is None else count,
+                settings.within_range(settings.replicas) if count is None else count,
                 others=others,
                 limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
             )

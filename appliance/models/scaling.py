@@ -107,9 +107,8 @@ class ModelScaling:
 
     def count(self, unit: str, settings: ModelSettings) -> int:
         """Return a model's target number of replicas."""
-        least, most = settings.replica_range()
         scaled = self._units.get(unit)
-        return min(max(scaled.replicas if scaled is not None else settings.replicas, least), most)
+        return settings.within_range(settings.replicas if scaled is None else scaled.replicas)
 
     def status(self, unit: str, settings: ModelSettings) -> ScalingStatus | None:
         """Return a model's scaling status for operators, or None if its number of replicas is fixed."""

@@ -128,6 +128,11 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         least = self.replicas if self.min_replicas is None else self.min_replicas
         return min(least, self.max_replicas), self.max_replicas
 
+    def within_range(self, replicas: int) -> int:
+        """Return `replicas`, limited to the minimum and maximum number of replicas."""
+        least, most = self.replica_range()
+        return min(max(replicas, least), most)
+
     @property
     def text(self) -> tuple[str, str | None, SamplingDefaults]:
         """The settings that front processes use. When one of them changes, the front processes receive the
