@@ -172,44 +172,32 @@ def test_reduced_clocks_are_the_cause_of_slow_tokens_but_not_of_the_alerts_of_th
     assert "GPU 1 reduced its clocks (hardware slowdown)" in found["kv-cache-full"].cause
 
 
-def test_an_earlier_alert_whose_end_was_not_stored_is_ended_at_the_next_start() -> None:
+def restored(*alerts: dict[str, Any]) -> tuple[list[tuple[str, float | None]], list[str]]:
+    """Start the alert manager with stored alerts, 50 s after the epoch. Return the id and the end of each
+    alert that it ends, and the ids of the alerts that remain active."""
     saved: list[AlertRow] = []
     log: Any = SimpleNamespace(save=saved.append)
     manager = AlertManager(BUILT_IN, log, SimpleNamespace(send=lambda event, alert: None), lambda: 50.0)
     texts = dict.fromkeys(("description", "cause", "remedy"), "")
-    rows = [
-        AlertRow(
-            id=one, rule="queue-full", severity="critical", subject="queue", since=at, raised_at=at, **texts
-        )
+    manager.restore([AlertRow(severity="critical", since=1.0, **texts, **alert) for alert in alerts], [])
+    return [(row.id, row.ended_at) for row in saved], [alert.id for alert in manager.list()]
+
+
+def test_an_earlier_alert_whose_end_was_not_stored_is_ended_at_the_next_start() -> None:
+    first, second = (
+        {"id": one, "rule": "queue-full", "subject": "queue", "raised_at": at}
         for one, at in (("first", 1.0), ("second", 9.0))
-    ]
-    manager.restore(rows, [])
-    assert [(row.id, row.ended_at) for row in saved] == [("first", 50.0)]
-    assert [alert.id for alert in manager.list()] == ["second"]
+    )
+    assert restored(first, second) == ([("first", 50.0)], ["second"])
 
 
 @pytest.mark.parametrize("scope", ["", '[["GPU", 1]]'])
 def test_an_alert_with_a_damaged_scope_is_ended_at_the_next_start(scope: str) -> None:
-    saved: list[AlertRow] = []
-    log: Any = SimpleNamespace(save=saved.append)
-    manager = AlertManager(BUILT_IN, log, SimpleNamespace(send=lambda event, alert: None), lambda: 50.0)
-    texts = dict.fromkeys(("description", "cause", "remedy"), "")
-    rows = [
-        AlertRow(
-            id=rule,
-            rule=rule,
-            severity="critical",
-            subject="GPU 1",
-            since=1.0,
-            raised_at=1.0,
-            scope=stored,
-            **texts,
-        )
+    damaged, other = (
+        {"id": rule, "rule": rule, "subject": "GPU 1", "raised_at": 1.0, "scope": stored}
         for rule, stored in (("gpu-xid", scope), ("gpu-hot", '[["GPU", "1"]]'))
-    ]
-    manager.restore(rows, [])
-    assert [(row.id, row.ended_at) for row in saved] == [("gpu-xid", 50.0)]
-    assert [alert.id for alert in manager.list()] == ["gpu-hot"]
+    )
+    assert restored(damaged, other) == ([("gpu-xid", 50.0)], ["gpu-hot"])
 
 
 def test_an_alert_that_came_before_its_cause_is_suppressed() -> None:
